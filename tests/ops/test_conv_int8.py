@@ -147,14 +147,20 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("bad", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_outputs_lie_as_torchs_do(name: str, bad: bool) -> None:
+def test_outputs_lie_as_torchs_do(name: str, bad: bool, last: bool) -> None:
     given = layer((2, 4, 7, 6), (5, 4, 3, 3), torch.float32)
     given["x"][0, 0, 3, 3] = math.nan if bad else 0
     given["x"] = LAYOUTS[name](given["x"])
+    plain = conv_int8(**given)
+    if last:
+        given["weight"] = given["weight"].contiguous(memory_format=torch.channels_last)
     wanted = torch.nn.functional.conv2d(given["x"], given["weight"].float())
-    assert conv_int8(**given).stride() == wanted.stride()
+    found = conv_int8(**given)
+    assert found.stride() == wanted.stride()
+    assert torch.equal(found.nan_to_num(), plain.nan_to_num())
 
 
 def test_images_that_lie_either_way_give_contiguous_outputs() -> None:

@@ -40,6 +40,7 @@ class LayerForm(Config):
     activation_bits: Literal[8, 16]
     activation_block: Literal[0, 32]
     static: bool
+    channels_last: bool
     shares_with: str | None
 
     @model_validator(mode="after")
@@ -49,6 +50,8 @@ class LayerForm(Config):
             raise ValueError("shape: sizes are at least 1")
         if (self.kind == "conv") != (len(self.shape) > 2):
             raise ValueError(f"a {self.kind} has no weight of {len(self.shape)} dims")
+        if self.channels_last and len(self.shape) < 4:
+            raise ValueError(f"channels_last: a weight of {len(self.shape)} dims has no channels")
         group, inputs = self.grid.group, math.prod(self.shape[1:])
         if isinstance(group, int) and not 1 <= group <= inputs:
             raise ValueError(f"grid.group: got {group}, allowed are 1 to {inputs}, the inputs")

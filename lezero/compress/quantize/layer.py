@@ -26,6 +26,7 @@ from lezero.compress.quantize.parts import at_once
 from lezero.compress.quantize.scheme import Recipe, Target
 from lezero.compress.quantize.sites import Site, User
 from lezero.compress.quantize.weights import CodedWeight, PackedWeight, QuantizedWeight
+from lezero.ops.linear import lies_channels_last
 from lezero.ops.quantize import Grid, Quantized
 
 # GPTQ solves with the Hessian for each part, so its parts are 128 MiB in fp32.
@@ -62,6 +63,7 @@ def build(
         held = PackedWeight.of(made, grid, weight.dtype)
     else:
         held = CodedWeight.of(made, grid, weight.shape, weight.dtype)
+        held.lay(channels_last=lies_channels_last(weight))
     layers = [_layer(user, held, target, inputs.get(user.name)) for user in site.users]
     if recipe.bias_correction:
         for user, layer in zip(site.users, layers, strict=True):

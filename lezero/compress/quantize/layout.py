@@ -24,7 +24,7 @@ from lezero.compress.quantize.modules import (
 from lezero.compress.quantize.nested import leave_nested
 from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.sites import kind_of
-from lezero.compress.quantize.tensors import arranged, same_bits, strides_of
+from lezero.compress.quantize.tensors import arranged, is_dense, same_bits, strides_of
 from lezero.compress.quantize.weights import CodedWeight, PackedWeight, QuantizedWeight
 from lezero.core import ledger
 from lezero.core.errors import ConfigError, FileError
@@ -49,7 +49,8 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     kind ("linear", "embedding", "conv"), weight ("packed", "coded" or "ordered"), grid (the fields
     of `lezero.ops.quantize.Grid`), shape, dtype (what it decodes to), bias, activation_bits (16 or
     8), activation_block (inputs of 8 bits that share a scale; 0: all of a token), static (whether
-    `input_scale` is stored), and shares_with, the first layer that has the same weight, or None.
+    `input_scale` is stored), channels_last (of a convolution: whether its outputs lie so whatever
+    its inputs do), and shares_with, the first layer that has the same weight, or None.
     Batch norms that were folded: kind "folded".
     """
     first: dict[int, str] = {}
@@ -77,6 +78,7 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
             "activation_bits": getattr(module, "x_bits", 16),
             "activation_block": getattr(module, "x_block", 0),
             "static": module.input_scale is not None,
+            "channels_last": isinstance(weight, CodedWeight) and weight.channels_last,
             "shares_with": owner if owner != name else None,
         }
     return found
@@ -111,6 +113,9 @@ def rebuild_(
             if weight is None:
                 grid, dtype = Grid(**about["grid"]), _DTYPES[about["dtype"]]
                 weight = _WEIGHTS[about["weight"]](grid, about["shape"], dtype)
+                if about["channels_last"]:
+                    assert isinstance(weight, CodedWeight)
+                    weight.lay(channels_last=True)
             weights[name] = weight
             _layer(module, about, weight).take_over(module)
     if weights:
@@ -120,8 +125,8 @@ def rebuild_(
 
 
 def assign_(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-    """`model.load_state_dict(state, assign=True)`, but parameters that were one stay one, and keep
-    their strides (`channels_last`), which a file does not have.
+    """`model.load_state_dict(state, assign=True)`, but parameters that were one stay one, and they
+    and buffers keep their strides (`channels_last`), which a file does not have.
 
     Assigning makes a parameter for each name. Where `state` has two values for what was one (a
     bias corrected in one of its places), each name keeps its own.
@@ -132,9 +137,10 @@ def assign_(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = Tru
             if parameter is not None:
                 names.setdefault(id(parameter), []).append((module, name))
     given = {
-        name: arranged(state[name], strides_of(parameter))
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if name in state and state[name].shape == parameter.shape
+        name: arranged(state[name], strides_of(x))
+        for named in (model.named_parameters, model.named_buffers)
+        for name, x in named(remove_duplicate=False)
+        if name in state and state[name].shape == x.shape and is_dense(x)
     }
     model.load_state_dict(
         versioned({**state, **given}, versions_of(model)), strict=strict, assign=True

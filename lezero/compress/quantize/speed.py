@@ -38,9 +38,11 @@ class LayerSpeed:
         before: Sequence[nn.Module],
         after: Sequence[nn.Module],
         xs: Sequence[Tensor],
+        xs_after: Sequence[Tensor] | None = None,
     ) -> tuple[float, float]:
-        """Seconds of the float layers and of the quantized ones, each on its input; without hooks,
-        which stay with the layer either way, under the `torch.autocast` that is on."""
+        """Seconds of the float layers and of the quantized ones, each on its input (xs_after: where
+        those of the quantized ones lie otherwise); without hooks, which stay with the layer either
+        way, under the `torch.autocast` that is on."""
         shapes = ", ".join(f"{x.dtype} {tuple(x.shape)}".removeprefix("torch.") for x in xs)
         sizes = "; ".join(_describe(module) for module in before)
         cast = Autocast.now(xs[0].device).dtype
@@ -48,7 +50,9 @@ class LayerSpeed:
         if key not in self._known:
             self._known[key] = in_turns(
                 lambda: [module.forward(x) for module, x in zip(before, xs, strict=True)],
-                lambda: [module.forward(x) for module, x in zip(after, xs, strict=True)],
+                lambda: [
+                    module.forward(x) for module, x in zip(after, xs_after or xs, strict=True)
+                ],
                 {x.device for x in xs},
                 self.clock,
             )

@@ -39,6 +39,7 @@ from lezero.ops.linear import (
     embedding_int,
     from_rows,
     in_rows,
+    lies_channels_last,
     linear_fp8,
     linear_int,
     pack,
@@ -57,6 +58,7 @@ from lezero.ops.quantize import (
 _Marks = list[tuple[weakref.ref[Tensor], int]]
 _saved: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of weights: marks, and what was made of them
 _SCALES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_ORDERS = {True: torch.channels_last, False: torch.contiguous_format}
 
 
 class QuantizedWeight(StandIn):
@@ -124,9 +126,10 @@ class QuantizedWeight(StandIn):
         keeping_types(self, list(self._buffers), lambda: apply(fn, recurse))
         # The type that it decodes to follows `.to()` as a parameter's would.
         self.decodes_to = fn(torch.empty(0, dtype=self.decodes_to, device="cpu")).dtype
-        # Kernels read codes as they were laid out, whatever `.to(memory_format=…)` asks of images.
+        # Kernels for tokens read codes as they were laid out, whatever `.to(memory_format=…)` asks.
         for name, buffer in self._buffers.items():
-            self._buffers[name] = None if buffer is None else buffer.contiguous()
+            if buffer is not None and len(self.full_shape) < 4:
+                self._buffers[name] = buffer.contiguous()
         return self
 
 
@@ -317,8 +320,20 @@ class CodedWeight(QuantizedWeight):
         return weight
 
     def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
-        wide = self._wide(self.codes.view(self._stored()), self.scale, self.zero, self._flat()[1])
-        return wide.view(self.full_shape).to(dtype or self.dtype)
+        codes = self.codes.reshape(self._stored())
+        wide = self._wide(codes, self.scale, self.zero, self._flat()[1])
+        made = wide.view(self.full_shape).to(dtype or self.dtype)
+        return made.contiguous(memory_format=_ORDERS[self.channels_last])
+
+    @property
+    def channels_last(self) -> bool:
+        """Of a convolution of images: whether its outputs lie so whatever its inputs do."""
+        return lies_channels_last(self.codes)
+
+    def lay(self, *, channels_last: bool) -> None:
+        """Sets `channels_last`; weights of one pixel or channel follow their inputs all the same,
+        as torch's do."""
+        self.codes = self.codes.contiguous(memory_format=_ORDERS[channels_last])
 
     def linear(
         self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None, x_block: int = 0

@@ -14,6 +14,7 @@ from lezero.compress.quantize.autocast import Autocast
 from lezero.compress.quantize.batch_norm import fold_batch_norms_
 from lezero.compress.quantize.batches import Batch, comparable, first_call
 from lezero.compress.quantize.capture import Capture, Layers, record_for
+from lezero.compress.quantize.conv_outputs import ConvOutputs
 from lezero.compress.quantize.evidence import Evidence, noting
 from lezero.compress.quantize.folds import (
     Fold,
@@ -78,6 +79,7 @@ class Work:
         self.speed = LayerSpeed(self.report.decisions)
         self.rounding = InputRounding(self.recipe.exact_above or math.inf, self.speed)
         self.outliers = Outliers()
+        self.conv_outputs = ConvOutputs(request.model)
         self.private = in_one_place(request.model)
         self.chosen = {id(user.module) for site, _ in self.sites for user in site.users}
         self.folded: dict[int, nn.Module] = {}
@@ -103,6 +105,8 @@ class Work:
                 self.report.notes.append(
                     f"{len(folded)} batch norms are part of the convolutions before them now"
                 )
+        if self.objective == "speed":
+            self.conv_outputs.ask(self.batches[0], self.sites)
         self._in_blocks(self.batches)
         self._in_the_rest(self.batches)
         self.report.notes += self.scaling.why_nothing()
@@ -354,7 +358,8 @@ class Work:
         if not timed:
             return None
         before, after, xs = zip(*timed, strict=True)
-        return self.speed.measure(target.label, before, after, xs)
+        given = self.conv_outputs.inputs(after, xs)
+        return self.speed.measure(target.label, before, after, xs, given)
 
     def _reason_to_leave(
         self, site: Site, target: Target, size: int, measured: tuple[float, float] | None

@@ -18,7 +18,7 @@ accelerators `rows.py`), `reference.py` what is computed.
 
 from __future__ import annotations
 
-from lezero.ops.linear.conv import conv_int8
+from lezero.ops.linear.conv import conv_int8, lies_channels_last
 from lezero.ops.linear.fp8 import linear_fp8
 from lezero.ops.linear.layout import (
     Packed,
@@ -49,6 +49,7 @@ __all__ = [
     "from_rows",
     "in_rows",
     "kernel_name",
+    "lies_channels_last",
     "linear_bf16",
     "linear_fp8",
     "linear_int",

@@ -68,9 +68,9 @@ def conv_int8(
 
     `weight`: int8 (O, C / groups, …), symmetric, with fp32 `scale` (O,). `x_scale` (fp32) and
     `x_zero` (0 … 255): one element each. `stride`, `padding`, `dilation`: a number a dim. y lies in
-    memory as x does: channels last, or contiguous where x is that (too) or neither. A sample with a
-    NaN or an infinity gives NaN. Differentiable in x and bias, as if x had not been rounded. Raises
-    `ConfigError` for shapes, dtypes and devices that do not fit.
+    memory as torch's convolution lays it: channels last where x or the weight does, else
+    contiguous. A sample with a NaN or an infinity gives NaN. Differentiable in x and bias, as if x
+    had not been rounded. Raises `ConfigError` for shapes, dtypes and devices that do not fit.
     """
     given = {"weight": weight, "scale": scale, "bias": bias, "x_scale": x_scale, "x_zero": x_zero}
     check_devices("conv_int8", x=x, **given)
@@ -128,7 +128,7 @@ def reference(
     ones = [1] * (x.dim() - 2)
     out = out * (x_scale.reshape(()).float() * scale).view(-1, *ones)
     out = out if bias is None else out + bias.float().view(-1, *ones)
-    return _marked(out.to(x.dtype), bad_B, _layout(x))
+    return _marked(out.to(x.dtype), bad_B, _layout(x, weight))
 
 
 def _activations(x: Tensor, x_scale: Tensor, x_zero: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,11 +139,17 @@ def _activations(x: Tensor, x_scale: Tensor, x_zero: Tensor) -> tuple[Tensor, Te
     return codes.nan_to_num(0.0).clamp(0, 255).to(torch.uint8), bad_B
 
 
-def _layout(x: Tensor) -> torch.memory_format:
+def _layout(x: Tensor, weight: Tensor) -> torch.memory_format:
     """Of y. oneDNN's lies channels last, but models that were built for torch's convolution go on
-    with `.view`. Images of one channel or pixel are both, and count as contiguous."""
-    last = x.dim() == 4 and x.stride(1) == 1 and not x.is_contiguous()
+    with `.view`."""
+    last = lies_channels_last(x) or lies_channels_last(weight)
     return torch.channels_last if last else torch.contiguous_format
+
+
+def lies_channels_last(x: Tensor) -> bool:
+    """Whether the channels of images, or of a weight for them, lie side by side. Those of one
+    channel or pixel lie both ways, and count as contiguous."""
+    return x.dim() == 4 and x.stride(1) == 1 and not x.is_contiguous()
 
 
 def _marked(out: Tensor, bad_B: Tensor, layout: torch.memory_format) -> Tensor:
@@ -216,7 +222,7 @@ def _conv(
         [],
         "",
     )
-    return _marked(out.to(x.dtype), bad_B, _layout(x))
+    return _marked(out.to(x.dtype), bad_B, _layout(x, weight))
 
 
 def _sizes(
@@ -249,7 +255,7 @@ def _fake(
 ) -> Tensor:
     sizes = _sizes(x.shape, weight.shape, stride, padding, dilation)
     out = x.new_empty((x.shape[0], weight.shape[0], *sizes))
-    return out.contiguous(memory_format=_layout(x))
+    return out.contiguous(memory_format=_layout(x, weight))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...]) -> None:
