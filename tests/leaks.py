@@ -25,12 +25,13 @@ GRACE_S = 3.0
 KERNEL_THREAD = 0x200000  # PF_KTHREAD in /proc/PID/stat
 ROOT = Path(__file__).resolve().parents[1]
 
-# torch's compile workers, and the servers that Python and the rank pool keep for a session.
+# torch's compile workers, and the servers that Python, the rank pool and chats keep for a session.
 ALLOWED_COMMANDS = (
     "torch/_inductor/compile_worker",
     "multiprocessing.resource_tracker",
     "multiprocessing.forkserver",
     "tests.ranks",
+    "lezero.serve.template_child",
 )
 ALLOWED_THREADS = ("QueueFeederThread", "TMonitor", "pytest_timeout")
 ALLOWED_THREAD_MODULES = ("torch._inductor", "torch.utils", "concurrent.futures")

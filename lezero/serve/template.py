@@ -1,15 +1,9 @@
 """Chat templates of models: Jinja in a sandbox, with what transformers gives them.
 
-Templates come with models, so they run in Jinja's sandbox. They see `messages`,
-`add_generation_prompt`, the special tokens, `tools` and `documents` (none), `raise_exception`,
-`strftime_now`, the filter `tojson` and the tag `generation`, as in transformers' documentation of
-chat templates.
-
-[Note: what a template may touch] The sandbox judges an object by its class and its attributes. It
-does not know what methods of a caller's objects do, so messages reach a template as plain copies.
-It keeps a template from changing a list or a dict that it holds, but not from calling
-`dict.update` of the class with it, and takes what a namespace answers for attributes of that
-object, underscored ones too; so `dict` is no class here, and a namespace holds no such names.
+Templates come with models, so they run in Jinja's sandbox, in a process of their own with little
+time and memory (`template_child`). They see `messages`, `add_generation_prompt`, the special
+tokens, `tools` and `documents` (none), `raise_exception`, `strftime_now`, the filter `tojson` and
+the tag `generation`, as in transformers' documentation of chat templates.
 """
 
 from __future__ import annotations
@@ -18,84 +12,44 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from importlib import metadata
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel
 
 from lezero.core.errors import ConfigError, LeZeroError
-from lezero.serve.template_budget import one_rendering
+from lezero.serve.template_process import PAIRS, REFUSED, TEXT, TUPLE, Ended, TemplateProcess
 
 _OLDEST = (3, 1, 6)
 """Known ways out of the sandbox of older ones are public."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_OTHER = "take another one (chat_template.jinja in the model's folder)"
 
 
 def render(template: str, messages: Sequence[Any], specials: Mapping[str, str]) -> str:
     """The text that the model continues. Templates read what a message says as its reasoning under
     each of the names that models use. Raises `ConfigError` where the template fails."""
-    from jinja2 import TemplateError
-
-    broken = (
-        *(TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError),
-        *(SyntaxError, MemoryError, RuntimeError),  # nested too deep, too long, without an end
-    )
     try:
-        with one_rendering() as budget:
-            pieces = _compiled(template).generate(
-                messages=[_with_reasoning(_plain(message)) for message in messages],
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **specials,
-            )
-            return budget.gathered(pieces)
-    except ConfigError:
-        raise
-    except broken as error:
-        what = str(error) or type(error).__name__
-        raise ConfigError(f"messages: the model's chat template fails: {what}") from None
-
-
-@functools.lru_cache(maxsize=8)
-def _compiled(template: str) -> Any:
-    return _environment().compiled(template)
+        asked = [_with_reasoning(_plain(message)) for message in messages]
+        question = json.dumps((template, _as_json(asked), dict(specials)), ensure_ascii=False)
+    except RecursionError:
+        raise ConfigError("messages: they are nested too deep for a chat template") from None
+    try:
+        kind, text = _process().ask(question.encode("utf-8", "surrogatepass"))
+    except Ended as error:
+        raise ConfigError(f"messages: the model's chat template {error}; {_OTHER}") from None
+    if kind == TEXT:
+        return text
+    fails = "" if kind == REFUSED else "the model's chat template fails: "
+    raise ConfigError(f"messages: {fails}{text}")
 
 
 @functools.cache
-def _environment() -> Any:
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-
+def _process() -> TemplateProcess:
     need_sound_sandbox()
-    from lezero.serve.template_bounds import BoundedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}…{% endgeneration %}` marks what the assistant wrote, for training."""
-
-        tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
-
-        def parse(self, parser: Any) -> nodes.Node:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_same"), [], [], body).set_lineno(line)
-
-        def _same(self, caller: Callable[[], str]) -> str:
-            return caller()
-
-    environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-    )
-    environment.filters["tojson"] = _json
-    environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _namespaces()
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.close_bounds()
-    return environment
+    return TemplateProcess()
 
 
 def need_sound_sandbox() -> None:
@@ -108,36 +62,6 @@ def need_sound_sandbox() -> None:
             f"ones let them run any code; {found} is installed. Install it with: "
             f"pip install 'jinja2>={oldest}'"
         )
-
-
-class _Dict:
-    """What `dict` does in templates; see [Note: what a template may touch]."""
-
-    def __call__(self, *args: Any, **items: Any) -> dict[Any, Any]:
-        return dict(*args, **items)
-
-    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
-        return dict.fromkeys(keys, value)
-
-
-def _namespaces() -> Callable[..., Any]:
-    """What `namespace` does in templates; see [Note: what a template may touch]."""
-    from jinja2.exceptions import SecurityError
-    from jinja2.utils import Namespace
-
-    class Named(Namespace):
-        def __setitem__(self, name: str, value: Any) -> None:
-            if isinstance(name, str) and name.startswith("_"):
-                raise SecurityError(f"a namespace takes no name that begins with _, as {name!r}")
-            Namespace.__setitem__(self, name, value)
-
-    def namespace(*args: Any, **attributes: Any) -> Named:
-        made = Named()
-        for name, value in dict(*args, **attributes).items():
-            made[name] = value
-        return made
-
-    return namespace
 
 
 def _plain(value: Any) -> Any:
@@ -174,17 +98,14 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return {"thinking": found[0], **message, "reasoning_content": found[0]}
 
 
-def _json(
-    x: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _refuse(text: str) -> NoReturn:
-    raise ConfigError(f"messages: {text}")
+def _as_json(value: Any) -> Any:
+    """With marks for what JSON has no form for, which `template_child` reads."""
+    if isinstance(value, tuple):
+        return {TUPLE: _as_json(list(value))}
+    if isinstance(value, list):
+        return [_as_json(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if all(isinstance(key, str) for key in value) and not value.keys() & {TUPLE, PAIRS}:
+        return {key: _as_json(item) for key, item in value.items()}
+    return {PAIRS: [[_as_json(key), _as_json(item)] for key, item in value.items()]}

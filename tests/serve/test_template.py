@@ -74,7 +74,7 @@ def test_as_transformers_renders_it(template: str) -> None:
         ("{% set s = namespace() %}{% set s.__call__ = 1 %}", "begins with _, as '__call__'"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat template fails"),
         ("{% for a in [1] %}" * 25 + "x" + "{% endfor %}" * 25, "too many statically nested"),
-        ("{{ 'a' * 100000000000000 }}", "fails: MemoryError"),
+        ("{{ 'a' * 100000000000000 }}", "fails: it takes more than 1,024 MiB"),
     ],
 )
 def test_what_fails_is_an_error_of_the_messages(template: str, says: str) -> None:
@@ -121,7 +121,7 @@ def test_messages_are_plain_copies_as_in_transformers(template: str) -> None:
         "share": np.float64(0.5),
         "no": np.bool_(False),
         "calls": [Call("f", np.int32(3)), Part(text="b")],
-        "pair": (1, MappingProxyType({Role.USER: None})),
+        "pair": (1, MappingProxyType({Role.USER: None}), {2: (), None: {"lezero tuple": 1}}),
         "image": np.zeros(2),
     }
     asked = [message, {"role": "user", "content": "b", "reasoning": "why"}]
@@ -141,16 +141,13 @@ def test_reasoning_is_read_under_each_of_its_names(name: str) -> None:
 
 
 @pytest.fixture
-def fresh_environment() -> Iterator[None]:
-    caches = (of_templates._environment, of_templates._compiled)
-    for cache in caches:
-        cache.cache_clear()
+def fresh_process() -> Iterator[None]:
+    of_templates._process.cache_clear()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    of_templates._process.cache_clear()
 
 
-@pytest.mark.usefixtures("fresh_environment")
+@pytest.mark.usefixtures("fresh_process")
 @pytest.mark.parametrize(
     ("version", "is_sound"),
     [("3.1.5", False), ("3.1", False), ("2.11.3", False), ("3.1.6", True), ("3.10.0rc1", True)],
