@@ -30,6 +30,7 @@ def serve_model(
     model: str,
     config: ServeConfig,
     *,
+    batching: Mapping[str, Any],
     weights: Any,
     kv: Any,
     context: int | None,
@@ -38,11 +39,11 @@ def serve_model(
     speculate: Any,
     draft: str | None,
 ) -> int:
-    """Serves the model at a path until a signal ends it.
+    """Serves the model at a path until a signal ends it. batching: options of other models.
 
     Raises `ConfigError`, before the model is opened, where the address is open to others without
     keys, or is taken, the model is a folder of weights alone, or an option is not allowed, and
-    `FileError` where there is nothing at its path.
+    `FileError` where there is no model at its path.
     """
     if not model:
         raise ConfigError(
@@ -51,9 +52,13 @@ def serve_model(
     if cache_mib is not None and cache_mib < 1:
         raise ConfigError(f"cache_mib: got {cache_mib}, allowed is 1 or more")
     _check_address(config)
+    from lezero.hub.opened import require_model
+
     for place in (model, expand_home(draft or model)):
         if not Path(place).exists():
             raise FileError(f"{place}: no such file or folder")
+    require_model(Path(model))
+    _refuse("a language model", batching)
     _check_tokenizer(Path(model))
     from lezero.profiler.hardware import hardware
     from lezero.serve.forecast import resident_bytes
@@ -126,8 +131,7 @@ def serve_any(
         _refuse("an encoder", {name: x for name, x in engine.items() if name != "weights"})
         plan = _plan(batching, config.p99_ms)
         return serve_encoder(model, config, weights=engine["weights"], plan=plan)
-    _refuse("a language model", batching)
-    return serve_model(model, config, **engine)
+    return serve_model(model, config, batching=batching, **engine)
 
 
 def _check_address(config: ServeConfig) -> None:

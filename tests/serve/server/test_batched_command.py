@@ -122,11 +122,20 @@ def test_a_step_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
         (["--module", "a:b", "--delay-ms", "9", "--p99-ms", "8"], "less than the 8 of p99_ms"),
         (["FOLDER", "--p99-ms", "0"], "p99_ms"),
         (["FOLDER", "--host", "0.0.0.0"], "--public-without-keys"),
-        (["x", "--batch", "3"], "batch"),
-        (["x", "--p99-ms", "50"], "p99_ms"),
+        (["MODEL", "--batch", "3"], "batch: got 3, which has no meaning for a language model"),
+        (["MODEL", "--p99-ms", "50"], "p99_ms: got 50.0, which has no meaning"),
     ],
 )
-def test_the_command_refuses(words, message, folder, capsys) -> None:
-    given = [str(folder) if word == "FOLDER" else word for word in words]
-    assert main(["serve", *given]) == 2
+def test_the_command_refuses(words, message, folder, tmp_path, capsys) -> None:
+    model = tmp_path / "model.gguf"
+    model.touch()
+    given = [{"FOLDER": str(folder), "MODEL": str(model)}.get(word, word) for word in words]
+    assert main(["serve", *given, "--port", "0"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "said"), [("none", "no such file or folder"), ("", "no model")])
+def test_options_are_not_blamed_for_a_model_that_is_not_there(name, said, tmp_path, capsys) -> None:
+    words = [str(tmp_path / name), "--batch", "4", "--p99-ms", "50", "--port", "0"]
+    assert main(["serve", *words]) == 1
+    assert said in capsys.readouterr().err

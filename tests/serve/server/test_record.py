@@ -162,8 +162,8 @@ def test_a_record_is_read_before_a_model_is_opened(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "decisions.json").write_text("{")
-    (tmp_path / "no-model").mkdir()
-    words = ["serve", str(tmp_path / "no-model"), "--port", "0", "--record", str(tmp_path)]
+    (tmp_path / "no-model.gguf").touch()
+    words = ["serve", str(tmp_path / "no-model.gguf"), "--port", "0", "--record", str(tmp_path)]
     assert main(words) == 1
     assert "not valid JSON" in capsys.readouterr().err
 
