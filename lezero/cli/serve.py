@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
+from lezero.core.errors import ConfigError
 
+_OTHERS = {"drain_s": "drain", "body_bytes": "body_kib", "allow_hosts": "allow_host"}
+"""Fields that are called otherwise than their options."""
+
+
+@contextmanager
+def _flags_named() -> Iterator[None]:
+    """Errors call fields as the flags that the user gave."""
+    try:
+        yield
+    except ConfigError as error:
+        options = inspect.signature(serve).parameters.keys() - {"model"}
+
+        def flag(found: re.Match[str]) -> str:
+            name = _OTHERS.get(found[1], found[1])
+            return f"--{name.replace('_', '-')}" if name in options else found[0]
+
+        said = re.sub(r"(?:^|(?<=; ))(\w+)(?:\.\d+)?(?=: )", flag, str(error))
+        raise ConfigError(said, error.problems) from error
+
+
+@_flags_named()
 def serve(
     model: Annotated[
         str,

@@ -173,7 +173,7 @@ def _plan(batching: Mapping[str, Any], p99_ms: float) -> Plan | None:
         raise ConfigError(f"batch: got {batch}, allowed is 1 to {MOST}")
     if delay_ms is not None and not 0 <= delay_ms < p99_ms:
         raise ConfigError(
-            f"delay_ms: got {delay_ms:g}, allowed is 0 to less than the {p99_ms:g} of p99_ms, in "
-            "which requests are to be answered"
+            f"delay_ms: got {delay_ms:g}, allowed is 0 to less than the {p99_ms:g} of --p99-ms, "
+            "in which requests are to be answered"
         )
     return Plan(batch or MOST, delay_s=(delay_ms or 0.0) / 1000)
