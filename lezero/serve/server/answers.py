@@ -53,7 +53,7 @@ class Answerer:
         try:
             self._worker.reserve(asked.count)
         except BusyError:
-            raise self._busy() from None
+            raise busy(self._worker, asked.count) from None
         requests: list[Request] = []
         with Backlog(exchange.held) as events:
             try:
@@ -128,14 +128,13 @@ class Answerer:
         await exchange.send_events([*chunks, b"[DONE]"])
         await exchange.end_events()
 
-    def _busy(self) -> Problem:
-        running = self._worker.active
-        return Problem(
-            429,
-            f"the server has {running} requests, as many as it takes; try again later",
-            code="queue_full",
-            retry_s=self._worker.wait_s(),
-        )
+
+def busy(worker: Worker, count: int) -> Problem:
+    """What a client is told whose question asks for more answers than there is room for now."""
+    taken = f"the server has {worker.active} of the {worker.room} requests it takes"
+    asks = "" if count == 1 else f", and this asks for {count}"
+    problem = f"{taken}{asks}; try again later"
+    return Problem(429, problem, code="queue_full", retry_s=worker.wait_s())
 
 
 async def _until_ended(events: Backlog, count: int) -> AsyncIterator[Event]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from lezero.core.errors import ConfigError, NumericsError
+from lezero.serve.server.answers import busy
 from lezero.serve.server.coded import Encoder
 from lezero.serve.server.embedder import EngineError
 from lezero.serve.server.embedding import Embeddings, told_embeddings
@@ -30,8 +31,7 @@ async def embeddings_body(
     try:
         worker.reserve(1)
     except BusyError:
-        problem = f"the server has {worker.active} requests, as many as it takes; try again later"
-        raise Problem(429, problem, code="queue_full", retry_s=worker.wait_s()) from None
+        raise busy(worker, 1) from None
     try:
         async with within(seconds):
             found, used = await exchange.unless_gone(_embedded(asked, worker, encoder))

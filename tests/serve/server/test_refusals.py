@@ -11,7 +11,7 @@ from lezero.core.errors import ConfigError
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.server.asked import read_asked
 from lezero.serve.server.problem import Problem, refused
-from tests.serve.server.running import Client, read_all, serving, small_llm
+from tests.serve.server.running import Client, read_all, serving, slow_steps, small_llm, until
 
 TOO_LONG = "context_length_exceeded"
 
@@ -98,3 +98,20 @@ def test_a_health_check_needs_no_host() -> None:
         assert answer(client, b"GET /health HTTP/1.0\r\nhost:") == b"HTTP/1.1 421"
         assert answer(client, b"GET http://evil.example/health HTTP/1.0") == b"HTTP/1.1 421"
         assert answer(client, b"GET /health HTTP/1.1") == b"HTTP/1.1 400"
+
+
+def test_a_queue_with_too_little_room_says_how_much_there_is() -> None:
+    long = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True}
+    with (
+        serving(small_llm(max_requests=1), queue=1) as client,
+        slow_steps(client.server.llm),
+        client.begin(long),
+    ):
+        until(lambda: client.server.worker.active == 1)
+        said = "the server has 1 of the 2 requests it takes, and this asks for 2; try again later"
+        assert client.complete("x", n=2).error["message"] == said
+        with client.begin(long):
+            until(lambda: client.server.worker.active == 2)
+            for found in (client.complete("x"), client.ask("/v1/embeddings", {"input": "x"})):
+                said = "the server has 2 of the 2 requests it takes; try again later"
+                assert found.error["message"] == said
