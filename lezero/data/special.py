@@ -85,6 +85,13 @@ def stop_tokens(folder: str | Path) -> tuple[int, ...]:
     return ()
 
 
+def begin_token(folder: Path) -> int | None:
+    """The token with which a model's own files begin a text: that of `generation_config.json` or
+    else `config.json`; None where neither names one."""
+    named = (read_object(folder / name).get("bos_token_id") for name in (GENERATION, "config.json"))
+    return next((x for x in named if type(x) is int and x >= 0), None)
+
+
 def rows_of_model(folder: Path, settings: Mapping[str, Any]) -> int | None:
     """How many tokens the model has that a tokenizer belongs to: what config.json beside it says,
     which is written anew where the model grows, or else what it was saved with; None where nothing

@@ -37,8 +37,8 @@ class Writer:
         if not _is_text(prompt):
             raise ConfigError("prompt: holds bytes that are no UTF-8; give it as text")
         start = self.coder.encode(prompt)
-        if not start and (end := self.coder.end_token) is not None:
-            start = [end]
+        if not start and (first := self.coder.first_token) is not None:
+            start = [first]
         if not start:
             raise ConfigError("prompt: it is empty and the tokenizer has no token to start from")
         if tokens is None:

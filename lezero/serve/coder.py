@@ -13,7 +13,7 @@ from lezero.core.paths import read_regular
 from lezero.data import load_tokenizer
 from lezero.data.panics import without_panic
 from lezero.data.pieces import Pieces
-from lezero.data.special import special_tokens
+from lezero.data.special import begin_token, special_tokens
 from lezero.data.tokenizer import start_of
 from lezero.models import gguf_end_tokens, gguf_tokenizer, stop_tokens
 from lezero.models.huggingface import read_json
@@ -30,7 +30,8 @@ class Coder:
 
     inner: has `encode` and `decode`; where it has `special` and `bytes_of` too, as the tokenizers
     of `lezero.data`, stop strings may name special tokens, and log-probabilities do.
-    start_tokens: what a prompt begins with for this model, such as <s>.
+    start_tokens: what a prompt begins with for this model, such as <s>. bos: the token that the
+    model's config calls its first, which begins a prompt that has nothing else.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class Coder:
         template: str | None = None,
         specials: Mapping[str, str] | None = None,
         start_tokens: tuple[int, ...] = (),
+        bos: int | None = None,
     ) -> None:
         self._inner, self.end_tokens, self.start_tokens = inner, end_tokens, start_tokens
+        self._bos = bos
         self.template, self._specials = template, dict(specials or {})
 
     @property
@@ -49,6 +52,11 @@ class Coder:
         """The tokenizer's own end-of-text token; where it is not known, the lowest of them."""
         own = getattr(self._inner, "eos", None)
         return own if own in self.end_tokens else min(self.end_tokens, default=None)
+
+    @property
+    def first_token(self) -> int | None:
+        """What a prompt without any token begins with."""
+        return self.end_token if self._bos is None else self._bos
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt; the start tokens come first, where the text does not write them."""
@@ -144,14 +152,17 @@ def open_coder(place: str | Path, folder: Path | None) -> Coder:
         specials = {name: str(text) for name, text in named.items() if text is not None}
         inner = _WithoutSpecials(found)
         start = start_of(inner.encode("a"), found.encode("a"))
-        return Coder(inner, ends, found.chat_template, specials, start)
+        return Coder(inner, ends, found.chat_template, specials, start, found.bos_token_id)
     tokenizer = load_tokenizer(folder)
     ends = frozenset([tokenizer.eos])
     if (folder / "config.json").is_file():
         ends |= frozenset(stop_tokens(folder))
     template, specials = _template(folder)
-    start = tokenizer.start if folder == Path(place) else ()  # a run was trained without them
-    return Coder(tokenizer, ends, template, specials, start)
+    if folder != Path(place):  # a run was trained without start tokens
+        return Coder(tokenizer, ends, template, specials)
+    bos = begin_token(folder)
+    known = bos is not None and bos < tokenizer.vocab_size
+    return Coder(tokenizer, ends, template, specials, tokenizer.start, bos if known else None)
 
 
 class _WithoutSpecials:

@@ -357,7 +357,7 @@ class LLM:
         """A request for `begin`. Raises `ConfigError` for tokens the model does not have.
 
         Where `params` were not given `max_tokens`, they end where the context or the cache does. An
-        empty text begins with the model's start tokens, or else its end-of-text token.
+        empty text begins with the model's start tokens, or else its first or its end-of-text token.
         sample: tells answers apart that have the prompt and the seed in common. called: what errors
         call the prompt.
         """
@@ -367,8 +367,8 @@ class LLM:
         check_ends(params, self.program.vocab, has_text=self.coder is not None)
         tokens = self._known_tokens(prompt, called)
         if isinstance(prompt, str) and not tokens:
-            end = self._coder().end_token
-            tokens = [] if end is None else self._known_tokens([end], called)
+            first = self._coder().first_token
+            tokens = [] if first is None else self._known_tokens([first], called)
         params = fitted(self._own.added_to(params), self.room - len(tokens))
         if self.coder is not None:
             params = self.coder.with_named_ends(params)

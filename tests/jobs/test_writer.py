@@ -87,7 +87,8 @@ def test_plain_generation_writes_what_the_engine_writes(
 class _OfTransformers:
     """What reads a GGUF file's vocabulary: it adds and shows special tokens unless told not to."""
 
-    bos_token, eos_token, eos_token_id, chat_template = "<s>", "</s>", 2, None
+    bos_token, bos_token_id, chat_template = "<s>", 1, None
+    eos_token, eos_token_id = "</s>", 2
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(llama_like().encode(text, add_special_tokens=add_special_tokens).ids)
@@ -124,3 +125,15 @@ def test_a_folder_ends_at_the_tokenizers_own_end_too(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "open_model", lambda place, dtype: (model, tmp_path))
     found = writer.open_writer(str(tmp_path)).coder
     assert (found.end_tokens, found.end_token) == ({256, 2}, 256)
+
+
+def test_an_empty_prompt_begins_as_the_engine_begins_it(monkeypatch):
+    fed: list[list[int]] = []
+    monkeypatch.setattr(
+        writer, "generate_stream", lambda _, start, *a, **b: fed.append(start) or []
+    )
+    tokenizer = bytes_tokenizer()
+    for bos in (7, None):
+        given = writer.Coder(tokenizer, frozenset([tokenizer.eos]), bos=bos)
+        assert "".join(writer.Writer(saying(257, []), given).write("")) == ""
+    assert fed == [[7], [tokenizer.eos]]

@@ -275,7 +275,7 @@ def test_of_several_templates_the_default_is_taken(tmp_path):
 class _Unnamed:
     """A tokenizer of a GGUF file that names no first token."""
 
-    bos_token, eos_token, eos_token_id = None, "</s>", 2
+    bos_token, bos_token_id, eos_token, eos_token_id = None, None, "</s>", 2
     chat_template = "{{ bos_token }}x{{ eos_token }}"
 
     def encode(self, text, add_special_tokens=True):
@@ -288,3 +288,29 @@ def test_a_gguf_file_names_all_that_ends_an_answer_and_no_text_for_what_it_lacks
     found = open_coder("a.gguf", None)
     assert found.prompt(HELLO) == "x</s>"
     assert (found.end_tokens, found.end_token) == ({1, 2, 7}, 2)
+    assert found.first_token == 2
+    monkeypatch.setattr(_Unnamed, "bos_token_id", 9)
+    assert open_coder("a.gguf", None).first_token == 9
+
+
+@pytest.mark.parametrize(
+    ("named", "first"),
+    [
+        ({"config": 3}, 3),
+        ({"config": 3, "generation_config": 4}, 4),
+        ({"config": 3, "generation_config": None}, 3),
+        ({"config": None}, 256),
+        ({"config": 300}, 256),  # no token of the tokenizer's
+        ({"config": "<s>"}, 256),
+    ],
+)
+def test_an_empty_prompt_begins_with_the_token_that_the_model_names(tmp_path, named, first):
+    """As generation without input by transformers; a tokenizer may put nothing before a text."""
+    tokenizer = bytes_tokenizer()
+    tokenizer.save(tmp_path)
+    for name, token in named.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"bos_token_id": token}))
+    llm = LLM(small(vocab=257), coder=open_coder(tmp_path, tmp_path), weights="bf16")
+    assert list(llm.request("", SamplingParams()).prompt) == [first]
+    assert list(llm.request("a", SamplingParams()).prompt) == tokenizer.encode("a")
+    assert open_coder(tmp_path / "run", tmp_path).first_token == 256
