@@ -32,7 +32,8 @@ def test_embedding_reads_the_rows_of_the_weight(bits: int, group: int, zero: boo
     assert embedding_int(ids[:0], weight, **sizes).shape == (0, 2, 70)  # type: ignore[arg-type]
     with pytest.raises(IndexError, match="from -1"):
         embedding_int(ids - 1, weight, **sizes)  # type: ignore[arg-type]
-    for wrong in ({"in_features": 129}, {"in_features": 64}, {"bits": 12 - bits}):
+    wrongs = ({"in_features": 129}, {"in_features": 64}, {"bits": 12 - bits}, {"group": "row"})
+    for wrong in wrongs:
         with pytest.raises(ConfigError, match="embedding_int: "):
             embedding_int(ids, weight, **{**sizes, **wrong})  # type: ignore[arg-type]
 

@@ -294,6 +294,8 @@ W = packed(20, 70, 4, 32, False, torch.float32)
         (seeded(2, 70), W, {"out_features": 33}, "for 33 outputs"),
         (seeded(2, 70), W, {"group": 64}, "groups of 64"),
         (seeded(2, 70), W, {"group": 40}, r"groups of 32 · n"),
+        (seeded(2, 70), W, {"group": "row"}, "group is 'row'; allowed are 0, for a scale a row"),
+        (seeded(2, 70), W, {"group": None}, "group is None; allowed are 0"),
         (seeded(2, 70), W, {"bits": 3}, "3 bits"),
         (seeded(2, 70), W._replace(scale=torch.ones(2, 0, 16)), {"group": 2**63 - 32}, "scale is"),
         (seeded(2, 70), W, {"bias": torch.ones(1, 20)}, "bias is"),

@@ -26,6 +26,10 @@ def check_devices(what: str, **given: Tensor | None) -> None:
 def check_packed(what: str, packed: Packed, K: int, N: int, bits: int, group: int) -> None:
     """Raises `ConfigError` where the tensors are not a weight of N × K."""
     weight, scale, zero = packed
+    if not hasattr(group, "__index__"):
+        raise ConfigError(
+            f"{what}: group is {group!r}; allowed are 0, for a scale a row, and multiples of 32"
+        )
     if bits not in BITS or group < 0 or group % 32:
         raise ConfigError(f"{what}: {bits} bits, group {group}; bits are 4 or 8, groups of 32 · n")
     groups = -(-K // group) if group else 1
