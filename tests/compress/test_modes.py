@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lezero as lz
 from lezero.compress.quantize.batch_norm import FoldedBatchNorm
+from lezero.compress.quantize.modules import QuantizedLayer
 from tests.compress.test_quantize import difference
 
 
@@ -175,3 +176,15 @@ def test_a_metric_may_leave_the_model_in_training_mode() -> None:
         states.append(model.state_dict())
     assert list(states[0]) == list(states[1])
     assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
+
+
+@pytest.mark.parametrize("scheme", [lz.Int8WeightActivation(), lz.Int4Weight(), lz.Fp8(), lz.Nf4()])
+def test_a_tracer_that_takes_layers_whole_goes_through(scheme: Any) -> None:
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module: nn.Module, name: str) -> bool:
+            return isinstance(module, QuantizedLayer) or super().is_leaf_module(module, name)
+
+    model, x = nn.Sequential(*[Block() for _ in range(2)]).eval(), torch.randn(3, 5, 64)
+    lz.quantize_(model, scheme, data=x, objective="size")
+    traced = torch.fx.GraphModule(model, Tracer().trace(model))
+    assert torch.equal(traced(x), model(x))
