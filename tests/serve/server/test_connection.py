@@ -203,3 +203,17 @@ def test_what_comes_behind_the_last_request_has_an_end_too() -> None:
             assert await asyncio.wait_for(cut, 2)
 
     asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_a_client_that_closes_its_sending_side_has_left() -> None:
+    """What comes first of one that closes its socket is the same."""
+
+    async def run() -> None:
+        async with answering(rest_s=0.5) as (connect, state):
+            pair = await connect()
+            pair[1].write(ASKED)
+            pair[1].write_eof()
+            assert await is_cut(pair)
+            assert not state.connections
+
+    asyncio.run(asyncio.wait_for(run(), 10))
