@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from lezero.compress.quantize import (
@@ -22,7 +24,8 @@ from lezero.compress.quantize.modules import quantized_layers
 from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.core.facts import cache_folder
 from lezero.core.log import say
-from lezero.data import EvalLoader, Rows, TokenizerConfig, prepare
+from lezero.data import EvalLoader, TokenizerConfig, prepare
+from lezero.data.store import IGNORED, TokenRows
 from lezero.files.folder import aside, contents
 from lezero.hub.foreign import is_foreign, load_foreign
 from lezero.hub.opened import open_model
@@ -174,14 +177,34 @@ def _rows(
         )
     if found.validation is None:
         raise ConfigError("data.validation: nothing is held out, so perplexity cannot be measured")
-    calibration = _first(found.train, config.calibration_rows, config.batch)
-    held = _first(found.validation, config.validation_rows, config.batch)
-    return [batch["tokens"] for batch in calibration], held
+    calibration = _full(found.train, config.calibration_rows, config.batch)
+    return calibration, _first(found.validation, config.validation_rows, config.batch)
 
 
-def _first(rows: Rows, count: int, batch: int) -> list[dict[str, Tensor]]:
+def _full(rows: TokenRows, count: int, batch: int) -> list[Tensor]:
+    """Batches of `count` rows without what fills rows up, which would calibrate too: the texts,
+    prompts among them, one behind the other. Where the data ends before a row is full, that one is
+    left out, unless it is the only one."""
+    parts: list[np.ndarray] = []
+    missing = count * rows.sequence
+    for index in range(len(rows)):
+        if missing <= 0:
+            break
+        tokens, targets = rows.row(index)
+        last = np.flatnonzero(targets != IGNORED)[-1]
+        parts.append(tokens[: last + 2])  # a target is the token behind its own
+        missing -= len(parts[-1])
+    if not parts:
+        return []
+    text = torch.from_numpy(np.concatenate(parts))
+    width = min(rows.sequence, len(text))
+    full = text[: len(text) // width * width].view(-1, width)
+    return list(full.split(min(batch, len(full))))
+
+
+def _first(rows: TokenRows, count: int, batch: int) -> list[dict[str, Tensor]]:
     """The first `count` rows or what there is, in batches; the last may be smaller, since a loader
-    fills it up with rows that would calibrate too."""
+    fills it up with rows without loss."""
     left = min(count, len(rows))
     made: list[dict[str, Tensor]] = []
     for full in EvalLoader(rows, min(batch, max(1, left))):

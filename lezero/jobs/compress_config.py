@@ -49,7 +49,8 @@ class CompressConfig(Config):
     data: DataConfig = DataConfig(train=("python-docs",))
     """Text for calibration; its held-out part measures perplexity. Tokens are the model's own."""
     calibration_rows: int = Field(default=64, ge=0)
-    """Rows of training text that calibrate, or what there is; 0: none."""
+    """Full rows of training text, joined where it is short, that calibrate, or what there is; 0:
+    none."""
     validation_rows: int = Field(default=32, ge=1)
     """Held-out rows that measure perplexity."""
     batch: int = Field(default=8, ge=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import yaml
 import lezero as lz
 from lezero.cli.main import main
 from lezero.data.tokenizer import bytes_tokenizer
-from lezero.jobs.compress import compress
+from lezero.jobs.compress import _rows, compress
 from lezero.jobs.compress_config import CompressConfig
 from lezero.jobs.perplexity import perplexity
 from lezero.models import Transformer, TransformerConfig, load_hf, save_hf
@@ -235,6 +236,37 @@ def test_only_rows_of_the_text_calibrate_and_measure(
         assert int((given == given[0]).all(1).sum()) == 1  # a loader fills up with the first
         assert max(len(part) for part in seen["data"]) <= batch
         assert sum(len(part["tokens"]) for part in seen["held"]) == 8
+
+
+def test_what_fills_rows_up_does_not_calibrate(place: Path, tmp_path: Path) -> None:
+    """Each text comes whole, prompts too, and once, in front of an end of text."""
+    pairs = [{"prompt": f"What is {n:03}?", "response": f" It is {n + 1:03}."} for n in range(40)]
+    files = {"pairs": pairs[:-2], "held": pairs[-2:], "one": pairs[:1]}
+    for name, held in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, held)))
+    (tmp_path / "text.txt").write_text(TEXT[:100])
+    texts = {"pairs": [pair["prompt"] + pair["response"] for pair in files["pairs"]]}
+    texts |= {"text": [TEXT[:100]], "one": texts["pairs"][:1]}
+    for names, rows, width in (
+        *((["pairs.jsonl"], 3, 64), (["pairs.jsonl"], 10**20, 64)),
+        *((["text.txt", "pairs.jsonl"], 10_000, 64), (["one.jsonl"], 8, 24)),
+    ):
+        data = {"train": [str(tmp_path / name) for name in names], "sequence": 64}
+        data["validation"] = [str(tmp_path / "held.jsonl")]
+        given = settings(place, tmp_path, data=data, calibration_rows=rows)
+        config = CompressConfig.parse(given)
+        found, held = _rows(config, load_hf(place / "model"), place / "model")
+        stream = [
+            token
+            for name in names
+            for text in texts[name.partition(".")[0]]
+            for token in (*text.encode(), 256)
+        ]
+        flat = torch.cat(found).flatten().tolist()
+        assert flat == stream[: min(rows, len(stream) // width) * width]
+        assert flat.count(256) < 0.1 * len(flat)
+        assert {batch.shape[1] for batch in found} == {width}
+        assert [tuple(batch["tokens"].shape) for batch in held] == [(2, 64)]
 
 
 @pytest.mark.parametrize("objective", ["size", "speed"])
