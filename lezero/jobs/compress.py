@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lezero.compress.quantize import (
     QuantizationReport,
+    is_quantized_folder,
     quantization_report,
     quantize_,
     save_quantized,
@@ -112,6 +113,10 @@ def _told(held: list[dict[str, Tensor]]) -> Callable[[nn.Module], float]:
 
 def _open(config: CompressConfig, spare: Path) -> tuple[nn.Module, Path]:
     """The model, and the folder that holds its tokenizer."""
+    if is_quantized_folder(config.model):
+        raise ConfigError(
+            f"model: {config.model} holds quantized weights; give the folder of the float model"
+        )
     if is_foreign(config.model):
         if config.layout != "lezero":
             raise ConfigError(

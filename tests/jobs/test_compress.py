@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,26 @@ def test_what_cannot_be_done_is_said_first(name: str, place: Path, tmp_path: Pat
     with pytest.raises(lz.LeZeroError, match=said):
         compress(CompressConfig.parse({**settings(place, tmp_path), **_filled(change, place)}))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["lezero", "gptq", "compressed-tensors"])
+def test_a_quantized_model_is_refused_before_anything_is_read(
+    form: str, place: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    if form == "lezero":
+        small = lz.quantize_(load_hf(place / "model"), lz.Nf4(group=32), objective="size")
+        lz.save_quantized(small, model)
+    else:
+        shutil.copytree(place / "model", model)
+        about = json.loads((model / "config.json").read_text())
+        about["quantization_config"] = {"quant_method": form, "bits": 4}
+        (model / "config.json").write_text(json.dumps(about))
+    nowhere = {"train": ["/nowhere.txt"], "sequence": 32}
+    config = CompressConfig.parse(settings(place, tmp_path, model=str(model), data=nowhere))
+    said = f"model: {model} holds quantized weights; give the folder of the float model"
+    with pytest.raises(lz.ConfigError, match=f"^{re.escape(said)}$"):
+        compress(config)
 
 
 def test_a_place_that_cannot_be_written_to_is_said_first(
