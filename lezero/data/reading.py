@@ -296,6 +296,7 @@ def _record(
             findings.has_both(where, config)
     if not held.issuperset(needed):
         detail = f"has neither '{config.text_field}' nor {' and '.join(map(repr, pair))}"
+        detail += _other_fields([name for name in record if name in held])
         findings.bad(where, "missing field", detail, refuse=refuse, file=path)
         return None
     values = [record[name] for name in needed]
@@ -314,6 +315,17 @@ def _record(
     if len(values) == 1:
         return Document(values[0], where, file=path)
     return Document(values[1], where, prompt=values[0], file=path)
+
+
+def _other_fields(names: list[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(repr(n if len(n) <= 40 else n[:37] + "...") for n in names[:4])
+    more = f" and {len(names) - 4:,} more" if len(names) > 4 else ""
+    return (
+        f", but {shown}{more}: name yours as data.text_field, or as data.prompt_field and "
+        "data.response_field"
+    )
 
 
 def nothing_usable(what: str, findings: Findings) -> ConfigError:

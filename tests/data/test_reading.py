@@ -86,6 +86,25 @@ def test_null_is_a_field_that_is_not_there(tmp_path):
     assert findings.reasons == {"missing field": 1}
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"content": "x"}, "'content': name yours as data.text_field, or as data.prompt_field and"),
+        ({"prompt": "x", "answer": "y"}, "'prompt', 'answer': name yours as data.text_field"),
+        (dict.fromkeys("abcdef", 1), "'a', 'b', 'c', 'd' and 2 more: name yours"),
+        ({"x" * 99: 1, "\n": 1, "no": None}, f"'{'x' * 37}...', '\\n': name yours"),
+    ],
+)
+def test_a_line_with_other_fields_says_which_and_how_to_name_them(tmp_path, line, said):
+    jsonl(tmp_path / "data.jsonl", line)
+    with pytest.raises(FileError) as told:
+        documents(tmp_path, on_bad_file="refuse")
+    assert f"has neither 'text' nor 'prompt' and 'response', but {said}" in str(told.value)
+    jsonl(tmp_path / "data.jsonl", {"text": None})
+    with pytest.raises(FileError, match=r"'prompt' and 'response'\. Repair or remove it"):
+        documents(tmp_path, on_bad_file="refuse")
+
+
 BAD_LINES = {
     "bad JSON": b"{not json",
     "no JSON object": b"[1]",
