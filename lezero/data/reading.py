@@ -24,6 +24,12 @@ from lezero.data.config import DataConfig
 _LOG = logger("data")
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
 LINE_ENDINGS = (".jsonl", ".ndjson")
+_PACKED = {
+    b"PAR1": "a Parquet file; write its texts as .jsonl",
+    b"\x1f\x8b": "packed by gzip; unpack it",
+    b"PK\x03\x04": "a zip archive, as .docx and .xlsx are; unpack it, or write its texts as .jsonl",
+    b"\x28\xb5\x2f\xfd": "packed by zstd; unpack it",
+}
 _NAMED, _KEPT = 20, 10_000
 _RUN = {"config.yaml", "data.json", "metrics.jsonl"}
 """By these files a folder is known as that of a run (`lezero/train/run_folder.py`)."""
@@ -214,12 +220,25 @@ def _not_to_be_opened(path: str, config: DataConfig) -> tuple[str, str] | None:
     if not stat.S_ISREG(mode):
         kind = "folder that cannot be listed" if stat.S_ISDIR(mode) else "pipe, device or socket"
         return "no file", f"is no file but a {kind}"
+    if packed := _packed(path):
+        return "no text", f"is {packed}"
     if config.format == "auto" and path.lower().endswith(".json"):
         return "JSON file", (
             "JSON is not trained on as text: write one object a line and name it .jsonl, or set "
             "data.format to jsonl or text, to have it read so"
         )
     return None
+
+
+def _packed(path: str) -> str:
+    """What a file is by its first bytes, and what to do with it; "" where it may be text."""
+    with open(path, "rb") as file:
+        start = file.read(4)
+        file.seek(max(4, os.path.getsize(path) - 4))
+        end = file.read()
+    if start == b"PAR1" != end:
+        return ""  # a text may begin so
+    return next((said for magic, said in _PACKED.items() if start.startswith(magic)), "")
 
 
 def _text(path: str, config: DataConfig, findings: Findings) -> Iterator[Document]:

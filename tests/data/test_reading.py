@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import os
@@ -146,6 +147,35 @@ def test_bad_files_are_named_counted_and_skipped_or_refused(tmp_path, reason):
     assert "bad.txt" in left_out_lines(findings.to_json())[0]
     with pytest.raises(FileError, match=r"bad\.txt"):
         documents(tmp_path, max_file_bytes=1000, on_bad_file="refuse")
+
+
+PACKED = {
+    "data.parquet": (b"PAR1\x15\x04\x00\xffPAR1", "a Parquet file; write its texts as .jsonl"),
+    "data.jsonl.gz": (gzip.compress(b'{"text": "x"}'), "packed by gzip; unpack it"),
+    "data.jsonl": (b"PK\x03\x04\x14\x00", "a zip archive, as .docx and .xlsx are; unpack it, or"),
+    "data.json": (b"\x28\xb5\x2f\xfd\x04", "packed by zstd; unpack it"),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("limit", [5, 1000])
+def test_a_binary_file_is_told_by_what_it_is(tmp_path, name, limit):
+    path, (held, said) = tmp_path / name, PACKED[name]
+    path.write_bytes(held)
+    for form in ("auto", "text", "jsonl"):
+        config = DataConfig(train=(str(path),), format=form, max_file_bytes=limit)
+        findings = Findings()
+        assert not list(read([str(path)], config, findings))
+        assert findings.reasons == {"no text": 1}
+        assert f"{path}: is {said}" in str(nothing_usable("data.train", findings))
+
+
+@pytest.mark.parametrize("text", ["PAR1", "PAR1 to PAR4", "P", "PK"])
+def test_a_text_may_begin_as_binary_files_do(tmp_path, text):
+    (tmp_path / "a.txt").write_text(text)
+    found, findings = documents(tmp_path)
+    assert [d.text for d in found] == [text]
+    assert not findings.reasons
 
 
 def test_unreadable_files_and_empty_jsonl(tmp_path):
