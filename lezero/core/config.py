@@ -8,7 +8,6 @@ key, the nearest right one.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import re
@@ -28,7 +27,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from lezero.core.errors import ConfigError, Problem
+from lezero.core.errors import ConfigError
+from lezero.core.explained import explain
 from lezero.core.paths import expand_home
 
 
@@ -110,75 +110,6 @@ class Config(BaseModel):
     def schema_dict(cls) -> dict[str, Any]:
         """JSON schema for editors."""
         return cls.model_json_schema()
-
-
-def explain(cls: type[BaseModel], error: ValidationError) -> ConfigError:
-    """Turns pydantic's error into ours: field path, value, what is allowed, nearest key."""
-    problems: list[Problem] = []
-    for item in error.errors():
-        path = tuple(item["loc"])
-        nested = item.get("ctx", {}).get("error")
-        if isinstance(nested, ConfigError) and nested.problems:
-            problems += [Problem((*path, *p.path), p.value, p.reason) for p in nested.problems]
-        else:
-            problems.append(Problem(path, item["input"], _reason(cls, item)))
-    text = "; ".join(map(str, problems))
-    return ConfigError(text, tuple(problems))
-
-
-def _reason(cls: type[BaseModel], item: Any) -> str:
-    kind, value = item["type"], item["input"]
-    if kind == "extra_forbidden":
-        known = sorted(_model_at(cls, item["loc"][:-1]).model_fields)
-        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
-        hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(known)}"
-        return f"unknown key; {hint}"
-    if kind == "missing":
-        return "required, but not given"
-    shown = repr(value)
-    if len(shown) > 80:
-        shown = shown[:77] + "..."
-    message = _allowed(kind, str(item["msg"]))
-    if kind == "value_error":  # one about a whole section names the fields that it is about
-        return message if isinstance(value, Mapping) else f"{message} (got {shown})"
-    path = item["loc"]  # empty for what is wrong with the whole
-    field = _model_at(cls, path[:-1]).model_fields.get(str(path[-1])) if path else None
-    none = ", or null" if field and type(None) in get_args(field.annotation) else ""
-    return f"got {shown}, allowed is {message}{none}"
-
-
-def _allowed(kind: str, said: str) -> str:
-    """What pydantic says of a value, so that it goes on from "allowed is"."""
-    if kind in ("model_type", "dict_type"):
-        return "a section: keys with values"
-    if kind in ("tuple_type", "list_type"):
-        return "a list: values in brackets"
-    said = said.removeprefix("Value error, ").split(", unable to ", 1)[0]
-    said = re.sub(r"^(Input|String|Tuple|List) should (be|have) ", "", said)
-    return re.sub(r" after validation, not \d+$", "", said)
-
-
-def _model_at(cls: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel]:
-    """The config class that `path` leads to; the last one found where the path leaves configs."""
-    for key in path:
-        field = cls.model_fields.get(str(key))
-        if field is None:
-            break
-        found = _config_in(field.annotation)
-        if found is None:
-            break
-        cls = found
-    return cls
-
-
-def _config_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for argument in getattr(annotation, "__args__", ()):
-        found = _config_in(argument)
-        if found is not None:
-            return found
-    return None
 
 
 def _leaves(annotation: Any) -> set[type]:
