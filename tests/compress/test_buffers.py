@@ -43,6 +43,77 @@ def test_a_table_stays_with_its_length() -> None:
     assert model(x).shape == x.shape
 
 
+class Cache(nn.Module):
+    """What it saw before, under a name that begins as `kind` says; with a counter beside it, or
+    what it gave last."""
+
+    def __init__(self, kind: str, counts: bool = False) -> None:
+        super().__init__()
+        self.kind, self.count, self.last = kind, 0 if counts else None, None
+        if kind.startswith("None in a buffer"):
+            self.register_buffer("cache", None, persistent=kind.endswith("saved"))
+        elif kind == "None":
+            self.cache = None
+        elif kind == "a buffer":
+            self.register_buffer("cache", torch.ones(1, 64), persistent=False)
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        cache = getattr(self, "cache", None)
+        if self.kind == "a buffer" and cache is not None:
+            del self.cache
+        elif cache is None and self.kind.startswith("new buffer"):
+            self.register_buffer("cache", y, persistent=self.kind.endswith("saved"))
+        else:
+            self.cache = y if cache is None else torch.cat([cache, y])
+        if self.count is not None:
+            self.count += len(x)
+        self.last = y
+        return y if cache is None else y + cache.mean(0)
+
+
+KINDS = [
+    *("None in a buffer", "None in a buffer, saved", "None", "new attribute"),
+    *("new buffer", "new buffer, saved", "a buffer"),
+]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_that_calibration_filled_is_empty_again(kind: str, fails: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Cache(kind), nn.Linear(64, 64)).eval()
+    (cache, last), x = model, torch.randn(4, 64)
+    wanted, held = copy.deepcopy(model)(x), cache_names(cache)
+    state = set(last.state_dict()), set(model.state_dict())
+    if fails:
+        with pytest.raises(lz.NumericsError, match="The model is as it was"):
+            lz.quantize_(model, lz.Int4Weight(group=32), data=x, objective="size", budget=0)
+        assert set(model.state_dict()) == state[1]
+    else:
+        lz.quantize_(model, lz.Int8Weight(), data=x, objective="size")
+        tensors = [*model.parameters(), *model.buffers()]
+        assert lz.quantization_report(model).bytes_after == sum(x.nbytes for x in tensors)
+    assert cache_names(cache) == held
+    assert cache.last is None
+    assert (model(x) - wanted).norm() < 0.02 * wanted.norm()
+
+
+def cache_names(module: Any) -> list[Any]:
+    plain = "cache" in vars(module), vars(module).get("cache")
+    table = "cache" in module._buffers, module._buffers.get("cache") is None
+    return [*plain, *table, {*module._non_persistent_buffers_set}]
+
+
+def test_a_cache_stays_with_its_length() -> None:
+    for kind in KINDS[:-1]:
+        model, x = nn.Sequential(Cache(kind, counts=True)), torch.randn(4, 64)
+        lz.quantize_(model, lz.Int8Weight(), data=x, objective="size")
+        assert len(model[0].cache) in (4, model[0].count)
+        assert model[0].last is not None
+
+
 @pytest.mark.parametrize("seen", [0, 40])
 def test_dynamic_angles_of_transformers_are_those_of_the_length(seen: int) -> None:
     transformers = pytest.importorskip("transformers")

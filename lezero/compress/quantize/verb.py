@@ -177,6 +177,7 @@ def _all_or_nothing(request: Request, optimizer: torch.optim.Optimizer | None) -
                 request.report.undone(slower, bits)
                 request.report.notes += found
             model.__dict__[REPORT] = request.report
+        request.report.bytes_after = _bytes(model)  # without what calibration left in buffers
         leave_nested(model)
 
 
@@ -218,7 +219,6 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
     def measure() -> float | None:
         return agreed(measured)
 
-    report.bytes_after = _bytes(model)
     if metric is not None or seen:
         report.quality_after = measure()
         if report.quality_after is None:
