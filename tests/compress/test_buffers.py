@@ -114,6 +114,45 @@ def test_a_cache_stays_with_its_length() -> None:
         assert model[0].last is not None
 
 
+class Prototype(nn.Module):
+    """A parameter that `forward` writes, with a flag in a buffer beside it, or in an attribute."""
+
+    def __init__(self, trains: bool, plain: bool = False) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(64), trains)
+        self.register_buffer("ready", torch.tensor(False))
+        self.plain, self.known = plain, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.known if self.plain else self.ready):
+            self.mean.data.copy_(x.mean(0))
+            self.known = self.plain
+            self.ready.fill_(True)
+        return x - self.mean
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_parameter_that_forward_writes_is_what_it_was(trains: bool, fails: bool) -> None:
+    model, x = nn.Sequential(Prototype(trains), nn.Linear(64, 64)).eval(), torch.randn(4, 64)
+    if fails:
+        with pytest.raises(lz.NumericsError, match="The model is as it was"):
+            lz.quantize_(model, lz.Int4Weight(group=32), data=x, objective="size", budget=0)
+    else:
+        lz.quantize_(model, lz.Int8Weight(), data=x, objective="size")
+    prototype = model[0]
+    assert not prototype.ready
+    assert torch.equal(prototype.mean, torch.zeros(64))
+    assert prototype.mean.requires_grad == trains
+
+
+def test_a_parameter_stays_with_its_flag() -> None:
+    model, x = nn.Sequential(Prototype(True, plain=True), nn.Linear(64, 64)), torch.randn(4, 64)
+    lz.quantize_(model, lz.Int8Weight(), data=x, objective="size")
+    assert model[0].known
+    assert torch.equal(model[0].mean, x.mean(0))
+
+
 @pytest.mark.parametrize("seen", [0, 40])
 def test_dynamic_angles_of_transformers_are_those_of_the_length(seen: int) -> None:
     transformers = pytest.importorskip("transformers")

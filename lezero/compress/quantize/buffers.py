@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lezero.compress.quantize.journal import mode_of
+from lezero.compress.quantize.journal import Journal, mode_of
 from lezero.compress.quantize.spill import Spill
-from lezero.compress.quantize.tensors import is_dense, same_bits
+from lezero.compress.quantize.tensors import (
+    is_dense,
+    kept_beside,
+    overlaps,
+    same_bits,
+    sharing_memory,
+)
 from lezero.nn.attributes import Notes, goes_with_notes
+
+# Of one parameter. A vocabulary's matrix that stays as it was is not read again from the disk.
+_MOST_BYTES = 1 << 24
 
 
 @contextmanager
-def kept_buffers(model: nn.Module, spill: Spill) -> Iterator[None]:
+def as_it_was(model: nn.Module, spill: Spill, weights: Collection[int]) -> Iterator[Journal]:
     """Counters, caches and the like are afterwards what they were, whatever happens inside: values
-    of buffers, and names without a tensor (of buffers and plain attributes). But for tables that
-    changed together with what their module notes beside them (`Notes`)."""
+    of buffers and small parameters, and names without a tensor (of buffers and plain attributes).
+    But for what changed together with what its module notes beside it (`Notes`), and for what went
+    through the journal.
+
+    weights: ids of the parameters that are to be quantized.
+    """
     modules = list(model.modules())
+    journal = Journal(
+        spill, sharing_memory([*model.parameters(), *model.buffers(), *kept_beside(model)])
+    )
     held = [
         (module, name, buffer)
         for module in modules
@@ -30,9 +46,18 @@ def kept_buffers(model: nn.Module, spill: Spill) -> Iterator[None]:
     for _, _, buffer in held:
         if ("buffer", id(buffer)) not in spill:
             spill.put(("buffer", id(buffer)), buffer)
+    parameters = [
+        (module, parameter)
+        for module in modules
+        for parameter in module._parameters.values()
+        if parameter is not None and id(parameter) not in weights and _is_small(parameter)
+    ]
+    for _, parameter in parameters:
+        if ("parameter", id(parameter)) not in spill:
+            spill.put(("parameter", id(parameter)), parameter.data)
     notes, empty = Notes(modules), [_Empty(module) for module in modules]
     try:
-        yield
+        yield journal
     finally:
         kinds = {each.module: each.kind for each in empty}
         attributes = [(each.module, each.clear_attributes()) for each in empty]
@@ -49,10 +74,14 @@ def kept_buffers(model: nn.Module, spill: Spill) -> Iterator[None]:
             before = spill.get(("buffer", id(buffer)))
             if module in changed and goes_with_notes(now, buffer, before.shape):
                 continue
-            with torch.no_grad(), mode_of(buffer):
+            with mode_of(buffer), torch.no_grad():
                 _give_back(buffer, before)
             if now is not None or type(module) is kinds[module]:
                 module._buffers[name] = buffer
+        for module, parameter in parameters:
+            if module not in changed and not journal.wrote(parameter):
+                with mode_of(parameter), torch.no_grad():
+                    _give_back(parameter, spill.get(("parameter", id(parameter))))
 
 
 class _Empty:
@@ -89,6 +118,14 @@ class _Empty:
 
 def _has_values(buffer: Tensor) -> bool:
     return is_dense(buffer) and not buffer.is_meta
+
+
+def _is_small(parameter: nn.Parameter) -> bool:
+    """Whether it has values of its own that can be kept, and not too many of them."""
+    if nn.parameter.is_lazy(parameter) or type(parameter.data) is not Tensor:
+        return False
+    plain = _has_values(parameter) and not overlaps(parameter)
+    return plain and parameter.nbytes <= _MOST_BYTES
 
 
 def _give_back(buffer: Tensor, before: Tensor) -> None:

@@ -84,6 +84,11 @@ class Journal:
             self.restore(module)
         for key in list(self._released):
             self._give_back(key)
+        self._released.clear()
+
+    def wrote(self, parameter: nn.Parameter) -> bool:
+        """Whether its values are others than before, or gone, since somebody saved them first."""
+        return id(parameter) in self._released
 
     def _give_back(self, key: int) -> None:
         parameter = self._released[key]

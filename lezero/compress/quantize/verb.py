@@ -21,7 +21,7 @@ from lezero.compress.quantize.batches import (
     tensors_of,
 )
 from lezero.compress.quantize.budget import check_budget, need_finite, output_difference
-from lezero.compress.quantize.buffers import kept_buffers
+from lezero.compress.quantize.buffers import as_it_was
 from lezero.compress.quantize.foreign_saves import forget_form
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.methods import methods
@@ -33,7 +33,7 @@ from lezero.compress.quantize.scheme import Scheme, Target
 from lezero.compress.quantize.sites import Filter, Site, find_sites, left_over
 from lezero.compress.quantize.spill import Spill
 from lezero.compress.quantize.suited import check_suited, notes_of_method
-from lezero.compress.quantize.tensors import kept_beside, nbytes, sharing_memory
+from lezero.compress.quantize.tensors import nbytes
 from lezero.compress.quantize.work import Work
 from lezero.core import device, ledger
 from lezero.core.decisions import Decisions
@@ -155,10 +155,8 @@ def _all_or_nothing(request: Request, optimizer: torch.optim.Optimizer | None) -
     found = [*request.report.notes]  # they hold whatever becomes of the layers
     # To the end: what `quiet` put back is put right behind it.
     with held_interrupts():
-        with quiet(model), Spill() as spill, kept_buffers(model, spill):
-            held = [*model.parameters(), *model.buffers(), *kept_beside(model)]
-            journal = Journal(spill, sharing_memory(held))
-            del held
+        weights = {id(site.parameter) for site, _ in request.targets.values()}
+        with quiet(model), Spill() as spill, as_it_was(model, spill, weights) as journal:
             try:
                 slower = _quantize(request, journal, spill)
                 here = {id(p) for p in model.parameters()}
