@@ -351,7 +351,8 @@ def _rated(metric: Metric, model: nn.Module) -> float:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
         raise ConfigError(
-            f"metric: gave {str(value)[:60]!r}, allowed is one number, the lower the better"
+            f"metric: gave {' '.join(repr(value).split())[:60]}, allowed is one number, the lower "
+            "the better"
         ) from None
     if not math.isfinite(number):
         raise NumericsError(f"metric: gave {number} for the model, allowed is a finite number")
