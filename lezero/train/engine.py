@@ -392,7 +392,7 @@ class Engine:
             raise NumericsError(
                 f"step {step}: {text}. That is non-finite step {self.skipped_in_a_row} in a row "
                 f"(max_skipped={self.max_skipped}). Lower the learning rate, clip gradients or "
-                "check the data of this step; what was saved before is unharmed."
+                "check the data of this step; the skipped steps changed no weight"
             )
         if self.logs_skipped and groups.is_main():  # all ranks know the same
             log.warning("step %d: %s. The step is skipped.", step, text)

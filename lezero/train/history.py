@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from lezero import checkpoint
 from lezero.core import groups
-from lezero.core.errors import FileError
+from lezero.core.errors import FileError, NumericsError
 from lezero.data.loader import Rows
 from lezero.files import list_generations, read_generation, step_path
 from lezero.train import engine_state, recipe
@@ -92,6 +93,26 @@ def mark_best(saver: checkpoint.Saver, step: int) -> bool:
             read_generation(path, select=lambda _: False)
             saver.mark("best", step)
     return bool(groups.broadcast_object(path.exists()))
+
+
+@contextlib.contextmanager
+def way_back_told(saver: checkpoint.Saver | None) -> Iterator[None]:
+    """A `NumericsError` inside ends with what a later start goes on from."""
+    try:
+        yield
+    except NumericsError as error:
+        assert saver is not None
+        saver.wait()
+        found = [path.name for path in list_generations(saver.root)]
+        back = "No checkpoint was written: a later start begins anew"
+        if found:
+            then = f"the next goes on from {found[-2]}" if found[1:] else "the next begins anew"
+            back = (
+                f"With checkpoint.resume=true a later start goes on from {saver.root / found[-1]}; "
+                f"where it ends in the same way, move that folder away, and {then}"
+            )
+        error.args = (f"{str(error).rstrip('.')}. {back}",)
+        raise
 
 
 def cursor_of(loaded: checkpoint.Loaded, config: RunConfig, vocab: int) -> Any:

@@ -30,6 +30,7 @@ from lezero.train.history import (
     leave_history,
     mark_best,
     validation_set,
+    way_back_told,
 )
 from lezero.train.prospect import Prospect, foresee
 from lezero.train.run_folder import RunFolder, flat
@@ -83,7 +84,7 @@ class Trainer:
         """What `best` and `last_validation` are losses on; None: nothing yet."""
         self.resumed_from: int | None = None
         self.changed = False  # since the checkpoint, in what the forecast depends on
-        self._saved_step = -1
+        self._saved_step, self._owes_save = -1, False
         self._written: dict[str, Decision] = {}
         self._failed: deque[tuple[int, Exception]] = deque()
         self._notes: list[tuple[str, str]] = []
@@ -105,7 +106,7 @@ class Trainer:
             with watch.reporting():
                 watch.Watch.start()
                 self._prepare()
-                with graceful_stop(self.engine.request_stop) as request:
+                with way_back_told(self.saver), graceful_stop(self.engine.request_stop) as request:
                     self._tell("on_start")
                     if self.resumed_from is not None:
                         self._tell_beside_log(f"resumed from step {self.resumed_from}")
@@ -260,9 +261,10 @@ class Trainer:
     def _after(self, result: StepResult) -> bool:
         """Validation and checkpoint where they are due; returns whether the run stops here."""
         every, stop = self.config.checkpoint.every, result.stop
+        self._owes_save |= every > 0 and result.step % every == 0
         if self._owes_validation:
             stop = not self._validate(stop)
-        if every and result.step % every == 0:
+        if self._owes_save and not self.engine.skipped_in_a_row:  # the weights may be ruined then
             self.save()
         return stop
 
@@ -299,7 +301,7 @@ class Trainer:
             self.log.flush()  # a step that a resume goes on from is never missing in the metrics
             with watch.busy("saves a checkpoint"):
                 self._hand_over(step)
-            self._saved_step = step
+            self._saved_step, self._owes_save = step, False
             self._tell("on_checkpoint", step)
         failed = any(bad == step for bad, _ in list(self._failed))  # another thread adds to it
         if mark is not None and self.saver is not None and not failed:
