@@ -163,6 +163,8 @@ class Engine:
         micros = [to_device(micro, self.place) for micro in given]
         self._find_shift(micros)
         counts = [self.count(micro) for micro in given]  # on the host, where that waits for nothing
+        short = self.accumulate - len(given)  # what ranks exchange needs as many on each
+        micros, counts = micros + micros[-1:] * short, counts + [0] * short
         total, stop = self._agree(sum(counts))
         if total == 0:
             raise ConfigError(f"nothing in this batch counts: {why_nothing(given)}")
@@ -185,7 +187,7 @@ class Engine:
             self.pool.after_step()
         seconds = time.perf_counter() - started
         if skipped is None:
-            self.tuner.note(seconds, micros)
+            self.tuner.note(seconds, given)
         return StepResult(self.step, loss, norm, lr, total, seconds, skipped, stop)
 
     @torch.no_grad()
@@ -381,9 +383,6 @@ class Engine:
     def _why_skipped(self, micros: list[Batch], loss: float, norm: float) -> str:
         if math.isfinite(loss) and self.precision.name == "fp16" and self.precision.scale > 1:
             return f"fp16 overflow at loss scale {self.precision.scale:g}; the scale is lowered"
-        return self._blame(micros, loss, norm)
-
-    def _blame(self, micros: list[Batch], loss: float, norm: float) -> str:
         self.skipped_in_a_row += 1
         what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
         culprit = find_on_all(self, micros)

@@ -99,7 +99,8 @@ def scalar(loss: object, trained: bool = True) -> torch.Tensor:
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:
-    """`parts` micro-batches along the first dim, as even as possible; none is empty.
+    """`parts` micro-batches along the first dim, as even as possible, or one a sample where there
+    are fewer samples; none is empty, unless the batch is.
 
     A list is taken as ready-made micro-batches and must have `parts` members; `ConfigError` for one
     of bare tensors alone, which may as well be one batch. In one part, a list with a bare tensor in
@@ -127,10 +128,7 @@ def split(batch: Batch, parts: int) -> list[Batch]:
     if parts == 1:
         return [batch]
     size = samples(batch)
-    if size < parts:
-        raise ConfigError(
-            f"a batch of {size} samples cannot be split into accumulate={parts} micro-batches"
-        )
+    parts = max(1, min(parts, size))
     bounds = [size * i // parts for i in range(parts + 1)]
     rows = [range(a, b) for a, b in itertools.pairwise(bounds)]
     return [_slice(batch, each, size, "") for each in rows]

@@ -318,8 +318,8 @@ def test_bad_options(options, message):
 
 
 def test_bad_batches():
-    with pytest.raises(ConfigError, match="cannot be split"):
-        make(accumulate=9).train_step(batches(1)[0])
+    with pytest.raises(ConfigError, match="it has no samples"):
+        make(accumulate=9).train_step(batches(1, size=0)[0])
     with pytest.raises(ConfigError, match="accumulate=1"):
         make().train_step([batches(1)[0]] * 2)
 
