@@ -106,7 +106,11 @@ class Loader:
             )
         for name, what in (
             ("seed", "seed"),
-            ("digest", "text, tokenizer, sequence, or how it was split for validation,"),
+            (
+                "digest",
+                "text or the order of its files, tokenizer, sequence, or how it was split for "
+                "validation,",
+            ),
             ("rows", "rows"),
         ):
             if state[name] != now[name]:
