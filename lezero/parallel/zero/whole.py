@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,18 +27,19 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, whole(parameter.detach(), name)
 
 
-def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The `state_dict` of the unsharded model on rank 0, in host memory; {} on the others.
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The `state_dict` of the unsharded model on rank 0, in host memory; {} on the others. What is
+    no tensor (a module's extra state) is a copy of rank 0's.
 
     Collective. Parameters come one at a time, so that no other rank holds more than one of them.
     """
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Any] = {}
     for name, value in model.state_dict().items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        data = whole(value, name)
+        if isinstance(value, torch.Tensor):
+            value = whole(value, name).detach()
         if groups.is_main():
-            found[name] = data.detach().cpu().clone()
+            is_tensor = isinstance(value, torch.Tensor)
+            found[name] = value.cpu().clone() if is_tensor else copy.deepcopy(value)
     return found
 
 

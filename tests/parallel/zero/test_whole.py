@@ -8,8 +8,10 @@ import io
 import pytest
 import torch
 import torch._dynamo  # loaded once, for all ranks
+from torch import nn
 
-from lezero.parallel.zero import Zero, fsdp, materialize_, shard_, sharding_of
+from lezero.core import groups
+from lezero.parallel.zero import Zero, fsdp, full_state_dict, materialize_, shard_, sharding_of
 from tests.parallel.zero.models import Tiny, Vectors, batches, loss_of, make, whole
 
 
@@ -109,3 +111,37 @@ def assigned(use):
 @pytest.mark.parametrize("use", [0, 3, "FSDP2"])
 def test_weights_that_a_load_would_assign_are_copied(ranks, use):
     ranks(2, assigned, use)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.seen = nn.Linear(4, 4), [0]
+
+    def forward(self, x):
+        self.seen[0] += len(x)
+        return self.first(x)
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def extra_state(stage):
+    """What a plain module takes from a sharded one's state, which goes on counting."""
+    model = shard_(Counting(), Zero(stage=stage))
+    model(torch.ones(3 + groups.rank(), 4)).sum().backward()
+    state = full_state_dict(model)
+    model(torch.ones(5, 4))
+    if not groups.is_main():
+        return state
+    plain = Counting()
+    plain.load_state_dict(state)
+    return plain.seen
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_whole_weights_come_with_extra_state(ranks, stage):
+    assert ranks(2, extra_state, stage) == [[3], {}]
