@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lezero.core.errors import ConfigError, LeZeroError, NumericsError
+from lezero.core.errors import ConfigError, LeZeroError, NumericsError, OrderError
 from lezero.hub.load import Loaded, load_into, same_bits
 from lezero.hub.weights import read_weights
 from lezero.nn.buffers import BufferSnapshot
@@ -65,8 +65,9 @@ def from_pytorch(
             must agree all the same, as in torch.
 
     Errors: `NotAModuleError` (also a `TypeError`); `ConfigError` for a path that is none, or
-    outputs without a tensor; `FileError` for a file that cannot be read, is refused or does not
-    fit the module; `NumericsError` where outputs differ.
+    outputs without a tensor; `OrderError` for a path with a sharded module; `FileError` for a
+    file that cannot be read, is refused or does not fit the module; `NumericsError` where outputs
+    differ.
     """
     _check_module(module)
     if not isinstance(state_dict_path, str | os.PathLike | None):
@@ -77,6 +78,7 @@ def from_pytorch(
         )
     loaded: Loaded | None = None
     if state_dict_path is not None:
+        _check_whole(module)
         loaded = load_into(module, read_weights(state_dict_path), str(state_dict_path), strict)
     if example_inputs is not None:
         _check_outputs(module, loaded, example_inputs)
@@ -106,6 +108,16 @@ def _check_module(module: object) -> None:
         )
     if wrapped := why_wrapped(module):
         raise NotAModuleError(wrapped)
+
+
+def _check_whole(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "placements"):  # of a DTensor
+            raise OrderError(
+                f"this module is sharded (parameter '{name}' is a DTensor): call "
+                "lz.from_pytorch(module, file) before lz.shard_, or module.load_state_dict(...), "
+                "which takes whole tensors"
+            )
 
 
 def _check_outputs(module: nn.Module, loaded: Loaded | None, example_inputs: Any) -> None:
