@@ -9,12 +9,12 @@ from typing import Any
 
 from lezero.core.errors import FileError
 from lezero.core.log import logger
-from lezero.data.special import SETTINGS, all_settings, both_settings, read_object
+from lezero.data.special import SETTINGS, all_settings, both_settings, read_object, special_texts
 
 OLD_LIST = "added_tokens.json"
 _LISTED = "added_tokens_decoder"
 _EXTRA, _OLD_EXTRA = "extra_special_tokens", "additional_special_tokens"
-_NOT_NEEDED = ("pad_token", _EXTRA, _OLD_EXTRA)
+_NEEDED = ("bos_token", "eos_token", "sep_token", "cls_token")
 _LOG = logger("data")
 _SHOWN = 5
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -69,16 +69,19 @@ def with_declared(
 
 
 def _of_model(inner: Any, folder: Path, rows: int | None) -> tuple[Any, set[str]]:
-    """The tokenizer without tokens that it adds beyond those of the model, and their texts; as it
-    is where one of them begins or ends texts or is put around them: config.json is older then."""
+    """The tokenizer without tokens that it adds beyond those of the model, and their texts. One
+    that begins or ends texts or is put around them stays, since config.json is older then, and
+    those before it, since its number would change."""
     inner.no_padding()
     added = sorted(inner.get_added_tokens_decoder().items())
     plain = inner.get_vocab(with_added_tokens=False)
     beyond = [(i, x) for i, x in added if rows is not None and i >= rows and x.content not in plain]
-    named = {name: x for name, x in all_settings(folder).items() if name not in _NOT_NEEDED}
-    needed, _ = _specials(folder, {}, named)
-    around = set(inner.encode("a").ids)
-    if not beyond or any(i in around or x.content in needed for i, x in beyond):
+    named = special_texts(all_settings(folder))
+    needed = {named.get(name) for name in _NEEDED}
+    around = inner.encode("a").ids
+    last = max((i for i, x in beyond if i in around or x.content in needed), default=-1)
+    beyond = [(i, x) for i, x in beyond if i > last]
+    if not beyond:
         return inner, set()
     _LOG.warning(
         "%s adds tokens beyond the %d of the model, %s: they stay text",

@@ -252,6 +252,32 @@ def test_a_token_that_ends_texts_is_not_left_out_beside_an_older_config(tmp_path
     assert found.encode("a<s>")[-1] == 302
 
 
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ({"image_token": "<s>"}, ["<s>", "<t>"]),
+        ({"eos_token": "<s>", "image_token": "<t>"}, ["<t>"]),
+        ({"eos_token": "<t>", "image_token": "<s>"}, []),  # else "<t>" would be 302
+    ],
+)
+def test_only_tokens_that_begin_or_end_texts_are_kept_beyond_the_model(
+    tmp_path: Path, names: dict[str, str], text: list[str]
+) -> None:
+    """As in the folders of Gemma 3's text models, which name a token for images."""
+    folder = folder_of(tmp_path / "made", named(**names))
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.add_special_tokens(["<t>"])
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 302}))
+    found = load_tokenizer(folder)
+    found.save(tmp_path / "saved")
+    for each in (found, load_tokenizer(tmp_path / "saved")):
+        assert (each.vocab_size, each.digest) == (304 - len(text), found.digest)
+        for number, token in ((302, "<s>"), (303, "<t>")):
+            assert (each.encode(token) == [number]) == (token not in text)
+            assert each.decode(each.encode(token)) == (token if token in text else "")
+
+
 def test_a_plain_token_that_ends_texts_by_the_model_alone_stays_plain(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "made", {})
     file = folder / "tokenizer.json"
