@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.jit import ScriptModule
 
 from lezero.core.errors import ConfigError, LeZeroError
 from lezero.core.flags import flag
-from lezero.profiler.untouched import untouched, untouched_random
+from lezero.profiler.untouched import restored, untouched, untouched_random
 
+_ONE = threading.RLock()
 _NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
@@ -48,39 +52,79 @@ def stage(name: str) -> Iterator[None]:
         ) from error
 
 
-def built(build: Callable[[], nn.Module], device: str, fake: Any) -> nn.Module:
-    """The model that `build()` returns, on fake tensors."""
+@contextmanager
+def built(build: Callable[[], nn.Module], device: str, fake: Any) -> Iterator[nn.Module]:
+    """The model that `build()` returns, on fake tensors; what the caller holds of it is afterwards
+    what it was."""
     # The converter's weak references to new tensors would keep `Module.to` from swapping them.
     converter = fake.fake_tensor_converter
     converter.set_tensor_memo = lambda *_: None
-    try:
-        with stage("build()"), torch.device(device):
-            model = build()
-    finally:
-        del converter.set_tensor_memo
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"build: returned a {type(model).__name__}, allowed is a module")
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            raise ConfigError(
-                f"build: parameter '{name}' is on meta; build() is on fake tensors already: leave "
-                "out device('meta')"
-            )
-    return model
+    with ExitStack() as stack:
+        try:
+            with stage("build()"), torch.device(device), _remembering(stack):
+                model = build()
+        finally:
+            del converter.set_tensor_memo
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"build: returned a {type(model).__name__}, allowed is a module")
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                raise ConfigError(
+                    f"build: parameter '{name}' is on meta; build() is on fake tensors already: "
+                    "leave out device('meta')"
+                )
+        stack.enter_context(_as_before(model))
+        yield model
 
 
 @contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
+def _remembering(stack: ExitStack) -> Iterator[None]:
+    """Modules whose tensors `build()` casts or moves, so that they become fake, are what they were
+    when the stack is left."""
+    seen = set[nn.Module]()
+    thread = threading.get_ident()
+
+    def before(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                new = [x for x in module.modules() if x not in seen and not _is_fake(x)]
+                seen.update(new)
+                stack.enter_context(restored(new))
+            return change(module, *args, **kwargs)
+
+        return changed
+
+    with _ONE:
+        of_torch = {n: f for n, f in vars(nn.Module).items() if "_apply" in _names(f)}
+        for name, change in of_torch.items():  # to(), half() and so on
+            setattr(nn.Module, name, before(change))
+        try:
+            yield
+        finally:
+            for name, change in of_torch.items():
+                setattr(nn.Module, name, change)
+
+
+def _names(function: Any) -> tuple[str, ...]:
+    return function.__code__.co_names if inspect.isfunction(function) else ()
+
+
+def _is_fake(module: nn.Module) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return isinstance(module, ScriptModule) or any(isinstance(x, FakeTensor) for x in own)
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
     """A model that the caller holds is afterwards what it was; a fake one is nobody's."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     held = [p for p in model.parameters() if not isinstance(p, FakeTensor)]
-    if not held:
-        yield
-        return
     kinds = [(module, type(module)) for module in model.modules()]
     kept = [(p, vars(p).copy(), [dict(hooks or {}) for hooks in _hooks(p)]) for p in held]
-    with untouched(None, model):
+    with untouched(None, model if held else None):
         model.zero_grad(set_to_none=True)
         try:
             yield

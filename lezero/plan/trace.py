@@ -29,7 +29,7 @@ from lezero.comm.choice import Exchange
 from lezero.core.errors import ConfigError
 from lezero.ops.attention import FastAttention
 from lezero.ops.attention.mode import backward
-from lezero.plan.faking import as_before, built, faking, stage
+from lezero.plan.faking import built, faking, stage
 from lezero.plan.kinds import ACTIVATION, BUFFER, GRADIENT, OPTIMIZER, PARAMETER, TEMPORARY
 from lezero.plan.lstm import LSTM, with_workspace
 from lezero.plan.meeting import Buckets, Meeting, Shards
@@ -282,8 +282,7 @@ def trace_step(build: Build, spec: StepSpec, fast_attention: bool = False) -> Tr
         for function in (build, spec.optimizer, spec.loss, spec.inputs):
             stack.enter_context(untouched(function, None))
         fake = stack.enter_context(faking())
-        model = built(build, spec.device, fake)
-        stack.enter_context(as_before(model))
+        model = stack.enter_context(built(build, spec.device, fake))
         _run(model, spec, trace, Recorder(trace, fake.from_tensor), fast_attention)
     return trace
 

@@ -7,7 +7,7 @@ gradients and an optimizer's state, would hold tensors without numbers from then
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,13 @@ _TABLES = {dict, list, OrderedDict, defaultdict}  # those of other types may ref
 def untouched(function: Callable[..., Any] | None, given: Any) -> Iterator[None]:
     """Attributes, tables and gradients of the modules and optimizers that `function` names, or is
     given, are afterwards what they were; what tensors hold is not looked at."""
-    owners = dict.fromkeys(_owners(function, given))
+    with restored(dict.fromkeys(_owners(function, given))):
+        yield
+
+
+@contextmanager
+def restored(owners: Iterable[Any]) -> Iterator[None]:
+    """The same of these modules and optimizers."""
     kept = [(table, table.copy()) for owner in owners for table in _tables(vars(owner), _DEEPEST)]
     grads = [(p, p.grad) for p in _parameters(owners)]
     try:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -75,6 +78,79 @@ def test_a_held_model_that_several_ranks_would_train_stays_too(zero) -> None:
     assert not any(vars(p) or p._backward_hooks for p in parameters)
     assert not any(p._post_accumulate_grad_hooks for p in parameters)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.cell = nn.LSTM(32, 32, batch_first=True)
+        self.register_buffer("shift", torch.ones(32))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.last, _ = self.cell(self.table(tokens) + self.shift)
+        return self.head(self.last)
+
+
+def fails_late(model: nn.Module) -> nn.Module:
+    model.half()
+    raise ValueError("a reason")
+
+
+@pytest.mark.parametrize("zero", [None, Zero(stage=3)])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda model: model.bfloat16(),
+        lambda model: model.to(torch.float64),
+        lambda model: (model.cell.half(), model.half())[1],
+        lambda model: nn.Sequential(model, nn.Linear(64, 64)).bfloat16(),
+        lambda model: nn.Sequential(model.table.bfloat16(), nn.Linear(32, 64).bfloat16()),
+        fails_late,
+    ],
+)
+def test_a_held_model_that_build_casts_is_afterwards_what_it_was(build, zero) -> None:
+    """However `build` reaches it: here as an argument of a partial."""
+    model, tokens = Recurrent(), torch.arange(8).view(2, 4)
+    expected = model(tokens)
+    expected.sum().backward()
+    del model.last
+    model.eval()
+    tensors = [*model.parameters(), *model.buffers()]
+    gradients, kinds = [x.grad for x in tensors], [type(x) for x in model.modules()]
+    failing = pytest.raises(ConfigError, match="a reason") if build is fails_late else nullcontext()
+    with failing:
+        trace_step(functools.partial(build, model), spec(zero=zero, ranks=1 if zero is None else 2))
+    assert not model.training
+    assert "last" not in vars(model)
+    now = [*model.parameters(), *model.buffers()]
+    assert all(x is y for x, y in zip(now, tensors, strict=True))
+    assert all(x.grad is y for x, y in zip(now, gradients, strict=True))
+    assert [type(x) for x in model.modules()] == kinds
+    assert not any(x._forward_hooks or x._forward_pre_hooks for x in model.modules())
+    assert torch.equal(model(tokens), expected)
+    assert model.half().cell.weight_hh_l0.dtype == torch.float16, "what is later stays"
+
+
+def test_a_held_model_that_is_cast_and_had_gradients_is_forecast_as_a_new_one() -> None:
+    model = Recurrent()
+    model(torch.arange(8).view(2, 4)).sum().backward()
+    held = trace_step(functools.partial(nn.Module.bfloat16, model), spec())
+    fresh = trace_step(lambda: Recurrent().bfloat16(), spec())
+    assert (held.peak(), held.counts) == (fresh.peak(), fresh.counts)
+
+
+def test_a_model_that_another_thread_casts_meanwhile_stays_cast() -> None:
+    other = nn.Linear(2, 2)
+
+    def build() -> nn.Module:
+        thread = threading.Thread(target=other.half)
+        thread.start()
+        thread.join()
+        return Small()
+
+    trace_step(build, spec())
+    assert other.weight.dtype == torch.float16
 
 
 def tied() -> nn.Module:
