@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lezero.plan.forecast import Forecast, size
+from lezero.report.units import within
 
 _MEANING = {
     "parameters": "weights that this rank keeps",
@@ -26,11 +27,6 @@ _TIMES = {
     "communication": "between ranks",
     "codec": "encoding and decoding",
 }
-
-
-def within(error: float) -> str:
-    """An error as people read it: beyond 1 only one side of it says something."""
-    return f"±{error:.0%}" if error < 1 else f"at most {1 + error:.1f} times as much"
 
 
 def render(forecast: Forecast) -> str:

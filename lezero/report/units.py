@@ -82,6 +82,11 @@ def percent(value: float | None) -> str:
     return f"{value:.1%}" if abs(value) < 0.0995 else f"{value:.0%}"
 
 
+def within(error: float) -> str:
+    """An error as people read it: beyond 1 only one side of it says something."""
+    return f"±{error:.0%}" if error < 1 else f"at most {1 + error:.1f} times as much"
+
+
 def scale(kind: str, largest: float) -> tuple[float, str]:
     """What to divide by, and the unit then, so that `largest` is shown with few digits.
 

@@ -11,12 +11,11 @@ from typing import Any
 
 from lezero.core.errors import LeZeroError
 from lezero.core.paths import shown
-from lezero.plan.table import within
 from lezero.report import Bar, BarPlot, Level, LinePlot, Page, Section, Series, Tile, tag
 from lezero.report import decisions as recorded
 from lezero.report.decision_cards import decision_cards
 from lezero.report.thin import smooth
-from lezero.report.units import count, number, percent, rate, size, span
+from lezero.report.units import count, number, percent, rate, size, span, within
 from lezero.train.run_documents import RunDocuments, mapping, real
 from lezero.train.run_events import event_rows
 from lezero.train.run_facts import Compared, RunFacts

@@ -244,15 +244,21 @@ def test_help_fits_a_narrow_terminal(
     assert texts[0].split() == texts[1].split()
 
 
-def test_help_is_quick_and_loads_no_torch() -> None:
+@pytest.mark.parametrize("arguments", [["--help"], ["report", "."]])
+def test_help_and_a_report_are_quick_and_load_no_torch(
+    tmp_path: Path, arguments: list[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     code = (
-        "import sys; from lezero.cli.main import main; main(['--help']); "
+        f"import sys; from lezero.cli.main import main; assert main({arguments}) == 0; "
         "assert 'torch' not in sys.modules, 'torch was loaded'"
     )
     began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
-    print(f"lz --help: {time.perf_counter() - began:.2f} s")
+    print(f"lz {arguments[0]}: {time.perf_counter() - began:.2f} s")
 
 
 def test_a_reader_that_goes_away_is_quiet() -> None:
