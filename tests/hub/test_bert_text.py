@@ -58,16 +58,23 @@ def compare(folder: Path, encoder: SentenceEncoder) -> None:
         assert encoder.tokens(text) == theirs(text)["input_ids"], text
 
 
-FILES = (
-    {},
-    {"lowercase": False, "strip_accents": True, "handle_chinese_chars": False, "clean_text": False},
-)
+BARE = {
+    **{"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True},
+    **{"strip_accents": None, "lowercase": True},
+}
+OTHER = {"lowercase": False, "strip_accents": True, "handle_chinese_chars": False}
+FILES = {
+    "bare": BARE,
+    "other": {**BARE, **OTHER, "clean_text": False},
+    "none": None,
+    "a sequence": {"type": "Sequence", "normalizers": [{"type": "NFC"}, {**BARE, **OTHER}]},
+    "not BERT's": {"type": "Replace", "pattern": {"String": "N"}, "content": "x"},
+}
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_the_settings_count_as_in_transformers(file: dict[str, Any], folder: Path) -> None:
-    data = json.loads((folder / "tokenizer.json").read_text())
-    change(folder / "tokenizer.json", normalizer=data["normalizer"] | file)
+@pytest.mark.parametrize("file", FILES.values(), ids=FILES)
+def test_the_settings_count_as_in_transformers(file: Any, folder: Path) -> None:
+    change(folder / "tokenizer.json", normalizer=file)
     encoder = SentenceEncoder(folder, "fp32")
     compare(folder, encoder)  # without a tokenizer_config.json
     for lower, chinese, accents in itertools.product(
@@ -90,8 +97,11 @@ def test_the_class_says_whether_they_do(named: Any, folder: Path) -> None:
     keys = {"do_lower_case": False, "strip_accents": False, "tokenizer_class": named}
     change(folder / "tokenizer_config.json", **keys)
     encoder = SentenceEncoder(folder, "fp32")
-    for model in (ABSENT, "PreTrainedTokenizerFast", "BertTokenizer"):
+    for model, file in itertools.product(
+        (ABSENT, "PreTrainedTokenizerFast", "BertTokenizer"), ("bare", "none", "a sequence")
+    ):
         change(folder / "config.json", tokenizer_class=model)
+        change(folder / "tokenizer.json", normalizer=FILES[file])
         compare(folder, encoder)
 
 

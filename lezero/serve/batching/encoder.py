@@ -229,7 +229,7 @@ def _frame(encoding: Any) -> tuple[list[int], list[int]]:
 
 def _tokenizer(folder: EncoderFolder) -> Any:
     try:
-        from tokenizers import Tokenizer, normalizers
+        from tokenizers import Tokenizer, models, normalizers
     except ImportError:
         raise need_extra("text", "tokenizers", "an encoder") from None
     path = folder.path / "tokenizer.json"
@@ -239,7 +239,7 @@ def _tokenizer(folder: EncoderFolder) -> Any:
         made = without_panic(Tokenizer.from_file, str(path))
     except Exception as error:
         raise FileError(f"{path}: cannot be read ({error})") from None
-    if isinstance(made.normalizer, normalizers.BertNormalizer):
+    if isinstance(made.model, models.WordPiece):
         given = bert_normalizer(folder.path)
         if given is not None:
             made.normalizer = normalizers.BertNormalizer(**given)
