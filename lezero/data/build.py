@@ -262,6 +262,11 @@ def _build(config: DataConfig, train: list[str], held: list[str], folder: Path) 
     parts = Split(config)
     held_documents = list(parts.scan(held, HELD, findings))
     documents = list(parts.scan(train, None, findings))
+    if findings.both:
+        _log.warning(
+            "%s (such lines: %d); to learn from such pairs, set data.text_field to a name that no "
+            "line has", findings.both.first, findings.both.count,
+        )  # fmt: skip
     cut_one = parts.settle(documents)
     if not documents.count(TRAIN):
         raise nothing_usable("data.train", findings)

@@ -16,12 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lezero.core.errors import ConfigError, FileError
-from lezero.core.log import logger
 from lezero.core.paths import expand_home
 from lezero.data import corpus
 from lezero.data.config import DataConfig
 
-_LOG = logger("data")
 TEXT_ENDINGS = (".txt", ".text", ".md", ".rst")
 LINE_ENDINGS = (".jsonl", ".ndjson")
 _PACKED = {
@@ -63,7 +61,7 @@ class Findings:
     reasons: Counter[str] = field(default_factory=Counter)
     places: dict[str, dict[str, Place]] = field(default_factory=dict)
     """Reason → file → what is wrong there; at most `_KEPT` files a reason are named."""
-    both: int = 0
+    both: Place | None = None
     """Lines of JSONL with a text and a pair."""
 
     def bad(
@@ -89,14 +87,10 @@ class Findings:
             files[file] = Place(1, line)
 
     def has_both(self, where: str, config: DataConfig) -> None:
-        """Says once that a line has a text and a pair, of which the text is taken."""
-        if not self.both:
-            _LOG.warning(
-                "%s: has '%s', which is taken, beside '%s' and '%s'; to learn from such pairs, set "
-                "data.text_field to a name that no line has",
-                where, config.text_field, config.prompt_field, config.response_field,
-            )  # fmt: skip
-        self.both += 1
+        """Counts a line that has a text and a pair, of which the text is taken."""
+        text, prompt, response = config.text_field, config.prompt_field, config.response_field
+        line = f"{where}: has '{text}', which is taken, beside '{prompt}' and '{response}'"
+        self.both = Place(self.both.count + 1, self.both.first) if self.both else Place(1, line)
 
     def to_json(self) -> dict[str, Any]:
         return {

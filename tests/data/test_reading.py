@@ -10,6 +10,7 @@ import os
 import pytest
 
 from lezero.core.errors import ConfigError, FileError
+from lezero.data.build import prepare
 from lezero.data.config import DataConfig
 from lezero.data.reading import Findings, find_files, left_out_lines, nothing_usable, read
 
@@ -56,22 +57,33 @@ def test_field_names_and_formats_are_configurable(tmp_path):
 BOTH = {"text": "Q: ask A: answer", "prompt": "ask", "response": "answer"}
 
 
-def test_of_a_text_and_a_pair_in_one_line_the_fields_that_were_named_are_taken(
-    tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr(logging.getLogger("lezero"), "propagate", True)
+def test_of_a_text_and_a_pair_in_one_line_the_fields_that_were_named_are_taken(tmp_path):
     jsonl(tmp_path / "a.jsonl", {**BOTH, "output": "answer"}, {"text": "more"})
-    pairs, _ = documents(tmp_path, response_field="output")
+    pairs, findings = documents(tmp_path, response_field="output")
     assert [(d.prompt, d.text) for d in pairs] == [("ask", "answer"), (None, "more")]
-    pairs, _ = documents(tmp_path, text_field="none", on_bad_file="skip")
+    assert findings.both is None
+    pairs, findings = documents(tmp_path, text_field="none", on_bad_file="skip")
     assert [(d.prompt, d.text) for d in pairs] == [("ask", "answer")]
-    assert not caplog.messages
+    assert findings.both is None
     jsonl(tmp_path / "a.jsonl", BOTH, {**BOTH, "text": "more"})
     texts, findings = documents(tmp_path)
     assert [(d.prompt, d.text) for d in texts] == [(None, BOTH["text"]), (None, "more")]
-    assert findings.both == 2
-    (said,) = caplog.messages
-    assert "line 1: has 'text', which is taken, beside 'prompt' and 'response'" in said
+    assert findings.both.count == 2
+    where = f"{tmp_path / 'a.jsonl'}, line 1"
+    said = f"{where}: has 'text', which is taken, beside 'prompt' and 'response'"
+    assert findings.both.first == said
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_text_beside_a_pair_is_told_once(tmp_path, held, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("lezero"), "propagate", True)
+    jsonl(tmp_path / "a.jsonl", *({**BOTH, "text": word * 9} for word in ("one ", "two ")))
+    jsonl(tmp_path / "held.jsonl", {**BOTH, "text": "three " * 9})
+    validation = [str(tmp_path / "held.jsonl")] if held else 0.1
+    config = DataConfig(train=[str(tmp_path / "a.jsonl")], validation=validation, sequence=8)
+    prepare(config, tmp_path / "cache")
+    (said,) = [x for x in caplog.messages if "which is taken, beside" in x]
+    assert f"(such lines: {3 if held else 2}); to learn from such pairs" in said
 
 
 def test_null_is_a_field_that_is_not_there(tmp_path):
