@@ -38,6 +38,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lezero.core.errors import ConfigError
 from lezero.core.facts import instruction_sets
+from lezero.ops.image_codes import image_codes
 from lezero.ops.linear.checks import check_devices
 from lezero.ops.linear.derivatives import differentiate
 
@@ -121,7 +122,7 @@ def reference(
     """The formula, in fp32; in fp64 where so many inputs meet that sums in fp32 would stray."""
     few = weight[0].numel() <= _MOST_INPUTS or x.device.type == "mps"  # which has no fp64
     kind = torch.float32 if few else torch.float64
-    a, bad_B = _activations(x, x_scale, x_zero)
+    a, bad_B = image_codes(x, x_scale, x_zero)
     a = a.to(kind) - x_zero.reshape(()).float()
     convolve = F.conv1d if x.dim() == 3 else F.conv2d
     out = convolve(a, weight.to(kind), None, stride, padding, dilation, groups)
@@ -129,14 +130,6 @@ def reference(
     out = out * (x_scale.reshape(()).float() * scale).view(-1, *ones)
     out = out if bias is None else out + bias.float().view(-1, *ones)
     return _marked(out.to(x.dtype), bad_B, _layout(x, weight))
-
-
-def _activations(x: Tensor, x_scale: Tensor, x_zero: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 codes, and which samples hold what is not finite."""
-    wide = x.float()
-    bad_B = ~torch.isfinite(wide.flatten(1)).all(1)
-    codes = torch.round(wide / x_scale.reshape(()).float()) + x_zero.reshape(()).float()
-    return codes.nan_to_num(0.0).clamp(0, 255).to(torch.uint8), bad_B
 
 
 def _layout(x: Tensor, weight: Tensor) -> torch.memory_format:
@@ -199,7 +192,7 @@ def _conv(
     lists = (stride, padding, dilation)
     if not _suits(x, weight, groups):
         return reference(x, weight, scale, bias, x_scale, x_zero, *lists, groups)
-    a, bad_B = _activations(x, x_scale, x_zero)
+    a, bad_B = image_codes(x, x_scale, x_zero)
     kernel = weight.shape[2:]
     if any(padding) and (max(dilation) > 1 or any(map(operator.ge, padding, kernel))):
         a = F.pad(a, [n for pad in reversed(padding) for n in (pad, pad)], value=int(x_zero))
