@@ -155,10 +155,10 @@ def test_outputs_lie_as_torchs_do(name: str, bad: bool, last: bool) -> None:
     given["x"][0, 0, 3, 3] = math.nan if bad else 0
     given["x"] = LAYOUTS[name](given["x"])
     plain = conv_int8(**given)
-    if last:
-        given["weight"] = given["weight"].contiguous(memory_format=torch.channels_last)
-    wanted = torch.nn.functional.conv2d(given["x"], given["weight"].float())
-    found = conv_int8(**given)
+    layout = torch.channels_last if last else torch.contiguous_format
+    weight = given["weight"].float().contiguous(memory_format=layout)
+    wanted = torch.nn.functional.conv2d(given["x"], weight)
+    found = conv_int8(**given, channels_last=last)
     assert found.stride() == wanted.stride()
     assert torch.equal(found.nan_to_num(), plain.nan_to_num())
 
@@ -171,13 +171,14 @@ def test_images_that_lie_either_way_give_contiguous_outputs() -> None:
             assert found.is_contiguous()
 
 
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_torch_knows_the_op(name: str) -> None:
+def test_torch_knows_the_op(name: str, last: bool) -> None:
     given = layer((2, 4, 7, 6), (5, 4, 3, 3), torch.float32)
     given["x"] = LAYOUTS[name](given["x"]).detach()
     given["x"].requires_grad_()
     given["bias"].requires_grad_()
-    rest = ([1, 1], [0, 0], [1, 1], 1)
+    rest = ([1, 1], [0, 0], [1, 1], 1, last)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     op = torch.ops.lezero.conv_int8.default
     torch.library.opcheck(op, (*given.values(), *rest), test_utils=tests)

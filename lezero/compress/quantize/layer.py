@@ -63,7 +63,7 @@ def build(
         held = PackedWeight.of(made, grid, weight.dtype)
     else:
         held = CodedWeight.of(made, grid, weight.shape, weight.dtype)
-        held.lay(channels_last=lies_channels_last(weight))
+        held.channels_last = lies_channels_last(weight)
     layers = [_layer(user, held, target, inputs.get(user.name)) for user in site.users]
     if recipe.bias_correction:
         for user, layer in zip(site.users, layers, strict=True):

@@ -24,7 +24,7 @@ from lezero.compress.quantize.modules import (
 from lezero.compress.quantize.nested import leave_nested
 from lezero.compress.quantize.ordered import OrderedWeight
 from lezero.compress.quantize.sites import kind_of
-from lezero.compress.quantize.tensors import arranged, is_dense, same_bits, strides_of
+from lezero.compress.quantize.tensors import arranged, same_bits, strides_of
 from lezero.compress.quantize.weights import CodedWeight, PackedWeight, QuantizedWeight
 from lezero.core import ledger
 from lezero.core.errors import ConfigError, FileError
@@ -113,9 +113,8 @@ def rebuild_(
             if weight is None:
                 grid, dtype = Grid(**about["grid"]), _DTYPES[about["dtype"]]
                 weight = _WEIGHTS[about["weight"]](grid, about["shape"], dtype)
-                if about["channels_last"]:
-                    assert isinstance(weight, CodedWeight)
-                    weight.lay(channels_last=True)
+                if isinstance(weight, CodedWeight):
+                    weight.channels_last = about["channels_last"]
             weights[name] = weight
             _layer(module, about, weight).take_over(module)
     if weights:
@@ -125,8 +124,8 @@ def rebuild_(
 
 
 def assign_(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-    """`model.load_state_dict(state, assign=True)`, but parameters that were one stay one, and they
-    and buffers keep their strides (`channels_last`), which a file does not have.
+    """`model.load_state_dict(state, assign=True)`, but parameters that were one stay one, and keep
+    their strides (`channels_last`), which a file does not have.
 
     Assigning makes a parameter for each name. Where `state` has two values for what was one (a
     bias corrected in one of its places), each name keeps its own.
@@ -137,10 +136,9 @@ def assign_(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = Tru
             if parameter is not None:
                 names.setdefault(id(parameter), []).append((module, name))
     given = {
-        name: arranged(state[name], strides_of(x))
-        for named in (model.named_parameters, model.named_buffers)
-        for name, x in named(remove_duplicate=False)
-        if name in state and state[name].shape == x.shape and is_dense(x)
+        name: arranged(state[name], strides_of(parameter))
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in state and state[name].shape == parameter.shape
     }
     model.load_state_dict(
         versioned({**state, **given}, versions_of(model)), strict=strict, assign=True

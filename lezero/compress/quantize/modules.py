@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -165,7 +166,8 @@ class QuantizedConv(QuantizedLayer):
     """A convolution of one or two dims with an 8-bit weight, a scale for each output channel.
 
     With `input_scale` and `input_zero` (static activations) it computes in int8; else the weight is
-    decoded at each use. Outputs lie in memory as inputs do, channels last or contiguous.
+    decoded at each use. Outputs lie in memory as inputs do, channels last or contiguous, but for
+    those of a weight that says `channels_last`.
     """
 
     input_zero: Tensor | None
@@ -188,20 +190,22 @@ class QuantizedConv(QuantizedLayer):
     def forward(self, input: Tensor) -> Tensor:
         if input.dim() == len(self.weight.full_shape) - 1:
             return self.forward(input[None])[0]
-        x = cast(input, self.weight)
+        assert isinstance(self.weight, CodedWeight)
+        x, last = cast(input, self.weight), self.weight.channels_last
         places: dict[str, Any] = {
             name: getattr(self, name) for name in ("stride", "padding", "dilation", "groups")
         }
         if self.input_scale is None or self.input_zero is None:
             convolve = F.conv1d if len(self.weight.full_shape) == 3 else F.conv2d
             bias = self.bias if self.bias is None else self.bias.to(x.dtype)
-            return convolve(x, self.weight.decoded(x.dtype), bias, **places)
-        assert isinstance(self.weight, CodedWeight)
+            wide = self.weight.decoded(x.dtype)
+            wide = wide.contiguous(memory_format=torch.channels_last) if last else wide
+            return convolve(x, wide, bias, **places)
         check_type(x, "int8")
         scale = self.weight.scale.flatten()
         zeros = even_padding(self.padding, self.weight.full_shape[2:], self.dilation)
         places |= {"padding": zeros, "x_scale": self.input_scale, "x_zero": self.input_zero}
-        return conv_int8(x, self.weight.codes, scale, self.bias, **places)
+        return conv_int8(x, self.weight.codes, scale, self.bias, **places, channels_last=last)
 
     def extra_repr(self) -> str:
         static = self.input_scale is not None

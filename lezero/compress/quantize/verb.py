@@ -202,8 +202,7 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
     # Compiled blocks would go past the hooks and the replaced forwards that calibration needs.
     with uncompiled():
         work.run()
-    if batches is not None:
-        work.conv_outputs.decide(batches[0], report.decisions)
+    work.conv_outputs.decide()
 
     def measured() -> float | None:
         if metric is not None:

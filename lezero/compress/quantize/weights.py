@@ -58,7 +58,6 @@ from lezero.ops.quantize import (
 _Marks = list[tuple[weakref.ref[Tensor], int]]
 _saved: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of weights: marks, and what was made of them
 _SCALES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_ORDERS = {True: torch.channels_last, False: torch.contiguous_format}
 
 
 class QuantizedWeight(StandIn):
@@ -126,10 +125,9 @@ class QuantizedWeight(StandIn):
         keeping_types(self, list(self._buffers), lambda: apply(fn, recurse))
         # The type that it decodes to follows `.to()` as a parameter's would.
         self.decodes_to = fn(torch.empty(0, dtype=self.decodes_to, device="cpu")).dtype
-        # Kernels for tokens read codes as they were laid out, whatever `.to(memory_format=…)` asks.
+        # Kernels read codes as they were laid out, whatever `.to(memory_format=…)` asks of images.
         for name, buffer in self._buffers.items():
-            if buffer is not None and len(self.full_shape) < 4:
-                self._buffers[name] = buffer.contiguous()
+            self._buffers[name] = None if buffer is None else buffer.contiguous()
         return self
 
 
@@ -293,6 +291,8 @@ class CodedWeight(QuantizedWeight):
 
     codes: Tensor
     zero: Tensor | None
+    channels_last = False
+    """Of a convolution of images: whether its outputs lie so, whatever its inputs do."""
 
     def __init__(self, grid: Grid, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Buffers without values; `of` gives them some, and so does `load_state_dict`."""
@@ -320,20 +320,15 @@ class CodedWeight(QuantizedWeight):
         return weight
 
     def decoded(self, dtype: torch.dtype | None = None) -> Tensor:
-        codes = self.codes.reshape(self._stored())
-        wide = self._wide(codes, self.scale, self.zero, self._flat()[1])
-        made = wide.view(self.full_shape).to(dtype or self.dtype)
-        return made.contiguous(memory_format=_ORDERS[self.channels_last])
+        wide = self._wide(self.codes.view(self._stored()), self.scale, self.zero, self._flat()[1])
+        return wide.view(self.full_shape).to(dtype or self.dtype)
 
-    @property
-    def channels_last(self) -> bool:
-        """Of a convolution of images: whether its outputs lie so whatever its inputs do."""
-        return lies_channels_last(self.codes)
-
-    def lay(self, *, channels_last: bool) -> None:
-        """Sets `channels_last`; weights of one pixel or channel follow their inputs all the same,
-        as torch's do."""
-        self.codes = self.codes.contiguous(memory_format=_ORDERS[channels_last])
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        if len(self.full_shape) == 4:  # `.to(memory_format=…)` is for outputs
+            one = torch.empty(2, 2, 2, 2, dtype=self.dtype, device="cpu")
+            last = one.contiguous(memory_format=torch.channels_last)
+            self.channels_last = lies_channels_last(fn(last if self.channels_last else one))
+        return super()._apply(fn, recurse)
 
     def linear(
         self, x: Tensor, bias: Tensor | None, x_bits: int, x_scale: Tensor | None, x_block: int = 0

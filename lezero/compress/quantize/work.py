@@ -79,7 +79,7 @@ class Work:
         self.speed = LayerSpeed(self.report.decisions)
         self.rounding = InputRounding(self.recipe.exact_above or math.inf, self.speed)
         self.outliers = Outliers()
-        self.conv_outputs = ConvOutputs(request.model)
+        self.conv_outputs = ConvOutputs(request.model, self.report)
         self.private = in_one_place(request.model)
         self.chosen = {id(user.module) for site, _ in self.sites for user in site.users}
         self.folded: dict[int, nn.Module] = {}
@@ -106,7 +106,7 @@ class Work:
                     f"{len(folded)} batch norms are part of the convolutions before them now"
                 )
         if self.objective == "speed":
-            self.conv_outputs.ask(self.batches[0], self.sites)
+            self.conv_outputs.ask(self.batches, self.sites)
         self._in_blocks(self.batches)
         self._in_the_rest(self.batches)
         self.report.notes += self.scaling.why_nothing()

@@ -45,7 +45,7 @@ from lezero.ops.linear.derivatives import differentiate
 _library = torch.library.Library("lezero", "FRAGMENT")
 _library.define(
     "conv_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor x_scale, Tensor x_zero, "
-    "int[] stride, int[] padding, int[] dilation, int groups) -> Tensor"
+    "int[] stride, int[] padding, int[] dilation, int groups, bool channels_last) -> Tensor"
 )
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _MOST_INPUTS = 1 << 16  # of an output: 255 · 127 of each fit in the 32 bits of a sum
@@ -64,14 +64,16 @@ def conv_int8(
     padding: Sequence[int] = (0, 0),
     dilation: Sequence[int] = (1, 1),
     groups: int = 1,
+    channels_last: bool = False,
 ) -> Tensor:
     """Convolution of one or two dims in int8: x (B, C, …) → (B, O, …) in x's dtype.
 
     `weight`: int8 (O, C / groups, …), symmetric, with fp32 `scale` (O,). `x_scale` (fp32) and
     `x_zero` (0 … 255): one element each. `stride`, `padding`, `dilation`: a number a dim. y lies in
-    memory as torch's convolution lays it: channels last where x or the weight does, else
-    contiguous. A sample with a NaN or an infinity gives NaN. Differentiable in x and bias, as if x
-    had not been rounded. Raises `ConfigError` for shapes, dtypes and devices that do not fit.
+    memory as x does: channels last, or contiguous where x is that (too) or neither; with
+    `channels_last` images lie so anyway, as torch's with a weight that does. A sample with a NaN or
+    an infinity gives NaN. Differentiable in x and bias, as if x had not been rounded. Raises
+    `ConfigError` for shapes, dtypes and devices that do not fit.
     """
     given = {"weight": weight, "scale": scale, "bias": bias, "x_scale": x_scale, "x_zero": x_zero}
     check_devices("conv_int8", x=x, **given)
@@ -104,7 +106,9 @@ def conv_int8(
             f"{tuple(dilation)}"
         )
     lists = (list(stride), list(padding), list(dilation))
-    return torch.ops.lezero.conv_int8(x, weight, scale, bias, x_scale, x_zero, *lists, groups)
+    return torch.ops.lezero.conv_int8(
+        x, weight, scale, bias, x_scale, x_zero, *lists, groups, channels_last
+    )
 
 
 def reference(
@@ -118,6 +122,7 @@ def reference(
     padding: list[int],
     dilation: list[int],
     groups: int,
+    channels_last: bool = False,
 ) -> Tensor:
     """The formula, in fp32; in fp64 where so many inputs meet that sums in fp32 would stray."""
     few = weight[0].numel() <= _MOST_INPUTS or x.device.type == "mps"  # which has no fp64
@@ -129,13 +134,13 @@ def reference(
     ones = [1] * (x.dim() - 2)
     out = out * (x_scale.reshape(()).float() * scale).view(-1, *ones)
     out = out if bias is None else out + bias.float().view(-1, *ones)
-    return _marked(out.to(x.dtype), bad_B, _layout(x, weight))
+    return _marked(out.to(x.dtype), bad_B, _layout(x, channels_last))
 
 
-def _layout(x: Tensor, weight: Tensor) -> torch.memory_format:
+def _layout(x: Tensor, channels_last: bool) -> torch.memory_format:
     """Of y. oneDNN's lies channels last, but models that were built for torch's convolution go on
     with `.view`."""
-    last = lies_channels_last(x) or lies_channels_last(weight)
+    last = lies_channels_last(x) or (channels_last and x.dim() == 4)
     return torch.channels_last if last else torch.contiguous_format
 
 
@@ -188,10 +193,11 @@ def _conv(
     padding: list[int],
     dilation: list[int],
     groups: int,
+    channels_last: bool = False,
 ) -> Tensor:
     lists = (stride, padding, dilation)
     if not _suits(x, weight, groups):
-        return reference(x, weight, scale, bias, x_scale, x_zero, *lists, groups)
+        return reference(x, weight, scale, bias, x_scale, x_zero, *lists, groups, channels_last)
     a, bad_B = image_codes(x, x_scale, x_zero)
     kernel = weight.shape[2:]
     if any(padding) and (max(dilation) > 1 or any(map(operator.ge, padding, kernel))):
@@ -215,7 +221,7 @@ def _conv(
         [],
         "",
     )
-    return _marked(out.to(x.dtype), bad_B, _layout(x, weight))
+    return _marked(out.to(x.dtype), bad_B, _layout(x, channels_last))
 
 
 def _sizes(
@@ -245,14 +251,15 @@ def _fake(
     padding: list[int],
     dilation: list[int],
     groups: int,
+    channels_last: bool = False,
 ) -> Tensor:
     sizes = _sizes(x.shape, weight.shape, stride, padding, dilation)
     out = x.new_empty((x.shape[0], weight.shape[0], *sizes))
-    return out.contiguous(memory_format=_layout(x, weight))
+    return out.contiguous(memory_format=_layout(x, channels_last))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...]) -> None:
-    x, weight, scale, bias, _, _, *ctx.places = inputs
+    x, weight, scale, bias, _, _, *ctx.places, _ = inputs
     ctx.shape, ctx.bias = x.shape, None if bias is None else bias.dtype
     ctx.save_for_backward(weight, scale)
 
@@ -262,11 +269,11 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     into = conv1d_input if weight.dim() == 3 else conv2d_input
     found = into(ctx.shape, _wide(weight, scale, grad.dtype), grad, *ctx.places)
     bias = None if ctx.bias is None else grad.float().transpose(0, 1).flatten(1).sum(1).to(ctx.bias)
-    return (found, None, None, bias, *[None] * 6)
+    return (found, None, None, bias, *[None] * 7)
 
 
 def _float_layer(x: Tensor, bias: Tensor | None, inputs: tuple[Any, ...]) -> Tensor:
-    _, weight, scale, _, _, _, *places = inputs
+    _, weight, scale, _, _, _, *places, _ = inputs
     convolve = F.conv1d if x.dim() == 3 else F.conv2d
     return convolve(x, _wide(weight, scale, x.dtype), bias, *places)
 
