@@ -7,7 +7,6 @@ library that aborts). None of that reaches the doctor this way.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lezero.core.facts import Accelerator
+from lezero.core.python import same_imports
 
 _MARK = "lezero-probe:"
 _NATIVE_MARK = "lezero-native:"
@@ -33,11 +33,10 @@ class Probe:
 
 def probe(timeout_s: float = _TIMEOUT_S) -> Probe:
     """Imports torch in a new process and asks it; never raises."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         done = subprocess.run(
             [sys.executable, "-c", f"from {__name__} import main; main()"],
-            env=environment,
+            env=same_imports(),
             capture_output=True,
             text=True,
             errors="replace",

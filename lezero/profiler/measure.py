@@ -24,6 +24,7 @@ from typing import Any
 from lezero.core import device as devices
 from lezero.core.errors import LeZeroError
 from lezero.core.facts import cache_folder
+from lezero.core.python import same_imports
 from lezero.core.room import free_memory
 from lezero.profiler.ceilings import Ceilings, GemmPoint, ReadPoint
 
@@ -143,11 +144,10 @@ def measure_apart(
 ) -> Ceilings:
     """Measures in a process of its own. Raises `LeZeroError` when that process fails."""
     ask = {"threads": threads, "folder": str(folder or cache_folder()), "tiny": tiny}
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     try:
         done = subprocess.run(
             [sys.executable, "-c", f"from {__name__} import main; main()", json.dumps(ask)],
-            env=environment,
+            env=same_imports(),
             capture_output=True,
             text=True,
             timeout=timeout_s,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lezero.core import device
-from lezero.core.errors import ConfigError, FileError
+from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.core.facts import cpu
 from lezero.hub.foreign import load_foreign
 from lezero.models.hf_config import SUPPORTED
@@ -121,7 +121,9 @@ class TransformersProgram(Program):
             whole = self.run([Fed(tokens, 0, [0], range(4))])
             self.run([Fed([*tokens[:2], tokens[0]], 0, [0], [0])])
             parts = self.run([Fed(tokens[2:], 2, [0], range(2))])
-        except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        except (MemoryError, torch.OutOfMemoryError, LeZeroError):
+            raise
+        except Exception as error:  # a model's own code raises what it wants
             raise FileError(f"{place}: {self.description} does not run: {error}") from None
         if not _same(whole[2:], parts):
             raise FileError(

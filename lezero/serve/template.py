@@ -36,6 +36,8 @@ def render(template: str, messages: Sequence[Any], specials: Mapping[str, str]) 
         question = json.dumps((template, _as_json(asked), dict(specials)), ensure_ascii=False)
     except RecursionError:
         raise ConfigError("messages: they are nested too deep for a chat template") from None
+    except ValueError as error:  # a whole number of too many digits
+        raise ConfigError(f"messages: no chat template reads them: {error}") from None
     try:
         kind, text = _process().ask(question.encode("utf-8", "surrogatepass"))
     except Ended as error:

@@ -29,7 +29,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from lezero.serve.template_process import FAILED, PAIRS, REFUSED, SIZE, TEXT, TUPLE
+from lezero.serve.template_process import FAILED, PAIRS, READY, REFUSED, SIZE, TEXT, TUPLE
 
 MEMORY = 1 << 30
 MOST = 1 << 24
@@ -145,20 +145,22 @@ def answer(asked: bytes) -> tuple[bytes, str]:
     return TEXT, text
 
 
-def main(seconds: float) -> None:
-    """Renders what it is asked for, until nobody asks. seconds: of a processor, for one answer."""
+def main(fd: int, seconds: float) -> None:
+    """Renders what it is asked for, until nobody asks. fd: where answers go. seconds: of a
+    processor, for one answer."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         _, most = resource.getrlimit(resource.RLIMIT_AS)
         room = MEMORY if most == resource.RLIM_INFINITY else min(MEMORY, most)
         resource.setrlimit(resource.RLIMIT_AS, (room, room))
-    asks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # answers are all that is written there
+    asks, answers = sys.stdin.buffer, os.fdopen(fd, "wb", buffering=0)
+    answers.write(READY)
     while size := asks.read(SIZE):
         asked = asks.read(int.from_bytes(size, "big"))
         signal.setitimer(signal.ITIMER_PROF, seconds)  # which ends the process, whatever it does
         kind, text = answer(asked)
         made = text.encode("utf-8", "surrogatepass")
         signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(kind + len(made).to_bytes(SIZE, "big") + made)
-        answers.flush()
+        left = memoryview(kind + len(made).to_bytes(SIZE, "big") + made)
+        while left:
+            left = left[answers.write(left) :]

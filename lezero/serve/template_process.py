@@ -7,25 +7,29 @@ it.
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 from lezero.core.errors import LeZeroError
+from lezero.core.python import same_imports
 
 TUPLE, PAIRS = "lezero tuple", "lezero pairs"
 """Keys of what is asked: the items of a tuple, and of a dict that JSON has no form for."""
 TEXT, REFUSED, FAILED = b"t", b"r", b"f"
 SIZE = 8
 """Bytes of the length before what is asked, and, behind the kind of answer, before its text."""
+READY = b"+"
+"""What the process says before it is asked."""
 _RUN = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from lezero.serve.template_child import main; main(float(sys.argv[2]))"
+    "import sys; from lezero.serve.template_child import main; "
+    "main(int(sys.argv[1]), float(sys.argv[2]))"
 )
+_OWN = "chat templates run in a process of their own"
 
 
 class Ended(Exception):
@@ -37,13 +41,27 @@ class Ended(Exception):
         super().__init__(endless if status == -signal.SIGPROF else other)
 
 
+@dataclass
+class _Child:
+    """The process, and the end of the pipe that its answers come through: what others print at its
+    start is none."""
+
+    process: subprocess.Popen[bytes]
+    answers: BinaryIO
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.answers.close()
+
+
 class TemplateProcess:
     """Answers one question at a time, of any thread. seconds: of a processor, for one answer."""
 
     def __init__(self, seconds: float = 5.0) -> None:
         self._seconds = seconds
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: _Child | None = None
         atexit.register(self.close)
         os.register_at_fork(after_in_child=self._left)
 
@@ -51,13 +69,13 @@ class TemplateProcess:
         """TEXT and the prompt, REFUSED and what the template says, or FAILED and why; raises
         `Ended`."""
         with self._lock:
-            process = self._running()
+            child = self._running()
             try:
-                _write(process.stdin, len(question).to_bytes(SIZE, "big") + question)
-                head = _read(process.stdout, 1 + SIZE)
-                text = _read(process.stdout, int.from_bytes(head[1:], "big"))
+                _write(child.process.stdin, len(question).to_bytes(SIZE, "big") + question)
+                head = _read(child.answers, 1 + SIZE)
+                text = _read(child.answers, int.from_bytes(head[1:], "big"))
             except (BrokenPipeError, EOFError):
-                raise Ended(process.wait(), self._seconds) from None
+                raise Ended(child.process.wait(), self._seconds) from None
             except BaseException:  # the next question would get the answer to this one
                 self.close()
                 raise
@@ -65,41 +83,50 @@ class TemplateProcess:
 
     def close(self) -> None:
         """Ends the process, where there is one."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
-            _close(process)
+        child, self._child = self._child, None
+        if child is not None:
+            child.process.kill()
+            child.process.wait()
+            child.close()
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is None or self._process.poll() is not None:
+    def _running(self) -> _Child:
+        if self._child is None or self._child.process.poll() is not None:
             self.close()
-            self._process = _start(self._seconds)
-        return self._process
+            self._child = _start(self._seconds)
+        return self._child
 
     def _left(self) -> None:
         """In a process that was forked: the parent's is none of ours, nor a lock that it holds."""
         self._lock = threading.Lock()
-        process, self._process = self._process, None
-        if process is not None:
-            process.returncode = 0  # nobody here waits for it
-            _close(process)
+        child, self._child = self._child, None
+        if child is not None:
+            child.process.returncode = 0  # nobody here waits for it
+            child.close()
 
 
-def _start(seconds: float) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-c", _RUN, json.dumps(sys.path), str(seconds)]
+def _start(seconds: float) -> _Child:
+    ours, theirs = os.pipe()
     try:
-        return subprocess.Popen(
-            words,
+        process = subprocess.Popen(
+            [sys.executable, "-c", _RUN, str(theirs), str(seconds)],
+            env=same_imports(),
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             bufsize=0,
+            pass_fds=(theirs,),
             start_new_session=True,  # Ctrl-C is for this process
         )
     except OSError as error:
-        raise LeZeroError(
-            f"chat templates run in a process of their own, which cannot be started: {error}"
-        ) from error
+        os.close(ours)
+        raise LeZeroError(f"{_OWN}, which cannot be started: {error}") from error
+    finally:
+        os.close(theirs)
+    child = _Child(process, os.fdopen(ours, "rb", buffering=0))
+    if child.answers.read(len(READY)) != READY:
+        status = process.wait()
+        child.close()
+        raise LeZeroError(f"{_OWN}, which ended with status {status} before it was ready")
+    return child
 
 
 def _write(pipe: Any, data: bytes) -> None:
@@ -116,9 +143,3 @@ def _read(pipe: Any, count: int) -> bytes:
             raise EOFError
         found += part
     return bytes(found)
-
-
-def _close(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()

@@ -13,11 +13,11 @@ def short_timing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     times longer than the work takes where other tests have the cores."""
     import torch
 
-    from lezero.compress.quantize import speed, verb
+    from lezero.compress.quantize import speed
 
     monkeypatch.setattr(speed, "_SECONDS", 0.0)
     monkeypatch.setattr(speed, "_ROUNDS", 2)
-    monkeypatch.setattr(verb, "_MOST_RUNS", 1)
+    monkeypatch.setattr(speed, "_MOST_RUNS", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lezero as lz
-from lezero.compress.quantize import verb
+from lezero.compress.quantize import speed
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.core import groups
 from tests.ranks import RankPool
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[str, str]] = {
 def told(case: str) -> tuple[str, bool]:
     """What a rank hears, and whether its model is as it was."""
     torch.set_num_threads(1)
-    verb._MOST_RUNS = 1
+    speed._MOST_RUNS = 1
     torch.manual_seed(0)
     other = groups.rank() == 1
     layers = 3 if case == "layers" and other else 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from lezero.compress.quantize.modules import quantized_layers
 from lezero.compress.quantize.speed import LayerSpeed
 from tests.compress.test_conv import LeNet, images
 from tests.compress.test_quantize import difference
+from tests.ranks import RankPool
 
 FASTER, SLOWER = (1.0, 0.5), (1.0, 0.99)
 
@@ -35,12 +37,13 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             seen["given"].append(given[0].is_contiguous(memory_format=torch.channels_last))
         return FASTER
 
-    def in_turns(one: Any, two: Any, places: Any) -> Any:
-        one(), two()
+    def of_the_whole(batch: Any, runs: Any, places: Any) -> Any:
+        for run in runs:
+            run(batch)
         return seen["whole"]
 
     monkeypatch.setattr(LayerSpeed, "measure", measure)
-    monkeypatch.setattr(conv_outputs, "in_turns", in_turns)
+    monkeypatch.setattr(conv_outputs, "of_the_whole", of_the_whole)
     monkeypatch.setattr(verb, "_seconds", lambda *_: 1.0)
     return seen
 
@@ -129,6 +132,51 @@ def test_other_kinds_of_batches_are_looked_at_too(timed: dict[str, Any]) -> None
     lz.quantize_(model, lz.Int8WeightActivation(), data=[small, small, large])
     assert not any(laid(model))
     model(large)
+
+
+@torch.no_grad()
+def test_a_trial_that_fails_leaves_nothing_behind(timed: dict[str, Any]) -> None:
+    class Noting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convs, self.depth = images(), list[int]()
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert not self.depth, "entered again"
+            self.depth.append(1)
+            y = self.convs(x)
+            y = y.view(len(y), -1)
+            self.depth.pop()
+            return y
+
+    model, x = Noting().eval(), torch.randn(2, 3, 8, 8)
+    lz.quantize_(model, lz.Int8WeightActivation(), data=x)
+    assert not any(laid(model))
+    model(x)
+
+
+class Communicating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = classifier()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.convs(x)
+        top = y.abs().amax()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX)
+        return y / top
+
+
+def quantized_together() -> list[bool]:
+    torch.manual_seed(0)
+    model, x = Communicating().eval(), torch.randn(4, 3, 32, 32)
+    lz.quantize_(model, lz.Int8WeightActivation(), data=x)
+    return laid(model)
+
+
+def test_a_model_that_communicates(ranks: RankPool) -> None:
+    first, second = ranks(2, quantized_together)
+    assert first == second
 
 
 @torch.no_grad()

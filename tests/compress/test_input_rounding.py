@@ -194,7 +194,7 @@ def test_what_was_decided_before_is_replayed() -> None:
 def bits_of_a_rank() -> dict[str, int]:
     """In a rank that finds other times than the other one."""
     torch.set_num_threads(1)
-    verb._MOST_RUNS, verb._WHOLE_MARGIN = 1, 1e9
+    speed._MOST_RUNS, verb._WHOLE_MARGIN = 1, 1e9
     times = (1.0, 2.0) if groups.rank() else (1.0, 0.5)
     speed.LayerSpeed.measure = lambda *_: times  # type: ignore[method-assign]
     model, x = build()

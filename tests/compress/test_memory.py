@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import lezero as lz
-from lezero.compress.quantize import hessians, layer, speed, verb, work
+from lezero.compress.quantize import hessians, layer, speed, work
 from lezero.compress.quantize.hessians import Room
 from lezero.compress.quantize.methods import Nearest
 from lezero.compress.quantize.parts import at_once
@@ -31,7 +31,7 @@ def llama(layers: int, dim: int, ffn: int) -> Transformer:
 def peaks(layers: int) -> dict[str, int]:
     """In a process of its own: bytes above the model, and what is allowed."""
     torch.set_num_threads(1)
-    speed._SECONDS, speed._ROUNDS, verb._MOST_RUNS = 0.0, 1, 1
+    speed._SECONDS, speed._ROUNDS, speed._MOST_RUNS = 0.0, 1, 1
     x = [torch.randint(0, 64, (1, 32)) for _ in range(2)]
     scheme = lz.Int4Weight(group=64, method="gptq", scales="minmax")
     # What every process holds once: libraries, kernels.
@@ -78,7 +78,7 @@ GPTQ = lz.Int4Weight(group=32, method="gptq", scales="minmax")
 def peaks_of_experts(count: int) -> dict[str, int]:
     """In a process of its own: bytes above the model, and what is allowed."""
     torch.set_num_threads(1)
-    speed._SECONDS, speed._ROUNDS, verb._MOST_RUNS = 0.0, 1, 1
+    speed._SECONDS, speed._ROUNDS, speed._MOST_RUNS = 0.0, 1, 1
     lz.quantize_(experts(2, 2, 64), GPTQ, data=torch.randn(4, 64), objective="size")
     made, x = experts(2, count, 512).bfloat16(), torch.randn(2 * count, 512).bfloat16()
     with torch.no_grad(), MemorySampler() as activations:

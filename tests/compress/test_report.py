@@ -72,7 +72,7 @@ def test_so_are_the_layers_of_one_that_was_slower_as_a_whole(
 
 
 def test_the_first_run_is_not_the_time_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verb, "_MOST_RUNS", 4)
+    monkeypatch.setattr(speed, "_MOST_RUNS", 4)
     calls = []
     model = nn.Sequential(nn.Linear(64, 64))
     model.register_forward_hook(lambda *args: calls.append(1))

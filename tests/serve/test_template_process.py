@@ -7,13 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from lezero.core.errors import ConfigError, LeZeroError
 from lezero.serve import template, template_process
 from lezero.serve.template import render
-from lezero.serve.template_process import TemplateProcess
+from lezero.serve.template_process import TEXT, TemplateProcess
 
 MESSAGES = [{"role": "user", "content": "a", "at": 1_700_000_000}, {"role": "b", "content": "c"}]
 MANY = "range(99999)"
@@ -131,16 +132,16 @@ def test_a_question_that_is_interrupted_leaves_no_answer_behind(
 
 def test_a_process_that_ended_by_itself_is_started_anew(impatient: TemplateProcess) -> None:
     assert render("first", MESSAGES, {}) == "first"
-    assert impatient._process is not None
-    impatient._process.kill()
-    impatient._process.wait()
+    assert impatient._child is not None
+    impatient._child.process.kill()
+    impatient._child.process.wait()
     assert render("second", MESSAGES, {}) == "second"
 
 
 def test_it_ends_with_the_process_that_asked() -> None:
     code = (
         "import os; from lezero.serve import template as t; t.render('a', [], {});"
-        "print(t._process()._process.pid, flush=True); os._exit(0)"
+        "print(t._process()._child.process.pid, flush=True); os._exit(0)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     pid = int(out.stdout)
@@ -153,20 +154,20 @@ def test_it_ends_with_the_process_that_asked() -> None:
 
 def test_a_forked_process_has_one_of_its_own() -> None:
     assert render("{{ 1 }}", [], {}) == "1"
-    parent = template._process()._process
+    parent = template._process()._child
     assert parent is not None
-    if (child := os.fork()) == 0:
+    if (forked := os.fork()) == 0:
         try:
             own = render("{{ 2 }}", [], {}) == "2"
-            process = template._process()._process
-            other = process is not None and process.pid != parent.pid
+            child = template._process()._child
+            other = child is not None and child.process.pid != parent.process.pid
             template._process().close()
             os._exit(0 if own and other else 1)
         finally:
             os._exit(2)
-    assert os.waitpid(child, 0)[1] == 0
+    assert os.waitpid(forked, 0)[1] == 0
     assert render("{{ 3 }}", [], {}) == "3"
-    assert template._process()._process is parent
+    assert template._process()._child is parent
 
 
 def test_where_no_process_can_be_started_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,3 +176,37 @@ def test_where_no_process_can_be_started_it_is_told(monkeypatch: pytest.MonkeyPa
         LeZeroError, match=r"a process of their own, .* cannot be started: .*nowhere"
     ):
         TemplateProcess().ask(b"")
+
+
+def test_what_lies_in_the_working_folder_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "jinja2", "signal"):
+        (tmp_path / f"{name}.py").write_text(f"open('{tmp_path}/ran', 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as in an interactive Python
+    process = TemplateProcess()
+    assert process.ask(b'["a", [], {}]') == (TEXT, "a")
+    process.close()
+    assert not (tmp_path / "ran").exists()
+
+
+def test_what_is_printed_at_its_start_is_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('hello to you all')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = TemplateProcess()
+    assert process.ask(b'["a", [], {}]') == (TEXT, "a")
+    process.close()
+
+
+def test_one_that_ends_before_it_is_ready_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "_RUN", "raise SystemExit(7)")
+    with pytest.raises(LeZeroError, match="ended with status 7 before it was ready"):
+        TemplateProcess().ask(b"")
+
+
+def test_numbers_of_too_many_digits_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no chat template reads them: Exceeds the limit"):
+        render("a", [{"role": "user", "content": 10**5000}], {})

@@ -9,8 +9,7 @@ lie so, and in the end the whole model both ways.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,14 +17,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lezero.compress.quantize.agreed import agreed
-from lezero.compress.quantize.batches import Batch, call, comparable, copied, given, plain
+from lezero.compress.quantize.batches import Batch, call, comparable, given, plain
 from lezero.compress.quantize.hessians import Sites
 from lezero.compress.quantize.layer import relative_error
 from lezero.compress.quantize.modules import QuantizedConv
 from lezero.compress.quantize.report import QuantizationReport
-from lezero.compress.quantize.speed import MARGIN, in_turns
+from lezero.compress.quantize.speed import MARGIN, of_the_whole
 from lezero.compress.quantize.weights import CodedWeight
 from lezero.core import device
+from lezero.profiler.untouched import restored
 
 FOLLOW, LAST = "as the inputs lie", "channels last"
 TOPIC = "outputs of int8 convolutions"
@@ -78,22 +78,19 @@ class ConvOutputs:
         weights = _weights(self.model.modules()) if self._batches else []
         if not weights or self._tried(self._batches, lambda: _laid(weights), _of_codes) != _YES:
             return
-        batch = self._batches[0]
 
-        def run() -> None:
-            given(self.model, copied(batch))
+        def run(batch: Batch) -> None:
+            given(self.model, batch)
 
-        def run_laid() -> None:
+        def run_laid(batch: Batch) -> None:
             with _laid(weights):
-                run()
+                run(batch)
 
-        @cache
-        def seconds() -> tuple[float, float]:
-            return in_turns(run, run_laid, device.places(self.model))
-
+        places = device.places(self.model)
+        follow, last = of_the_whole(self._batches[0], [run, run_laid], places)
         chosen = self.report.decisions.choose(
             TOPIC,
-            {FOLLOW: lambda: seconds()[0], LAST: lambda: seconds()[1]},
+            {FOLLOW: lambda: follow, LAST: lambda: last},
             keep=FOLLOW,
             margin=MARGIN,
             why="one batch through the whole model",
@@ -116,10 +113,8 @@ class ConvOutputs:
 
         def one(batch: Batch) -> float:
             wanted = comparable(call(self.model, batch))
-            try:
-                with turned():
-                    found = comparable(call(self.model, batch))
-            except Exception:  # a model's own code raises what it wants
+            found = self._run(batch, turned)
+            if found is None:
                 return _NO
             if not wanted or [x.shape for x in wanted] != [x.shape for x in found]:
                 return _NO
@@ -144,12 +139,20 @@ class ConvOutputs:
             twice = pytree.tree_map(
                 lambda x: torch.cat([x, x]) if isinstance(x, Tensor) else x, plain(batch)
             )
-            try:
-                call(self.model, twice)
-            except Exception:
-                continue
-            made.append(twice)
+            if self._run(twice, nullcontext) is not None:
+                made.append(twice)
         return made
+
+    def _run(
+        self, batch: Batch, inside: Callable[[], AbstractContextManager[None]]
+    ) -> list[Tensor] | None:
+        """What the model gives; None where it raises, which leaves nothing behind in it."""
+        with restored(list(self.model.modules())):
+            try:
+                with inside():
+                    return comparable(call(self.model, batch))
+            except Exception:  # a model's own code raises what it wants
+                return None
 
 
 def _of_floats(x: Tensor) -> float:

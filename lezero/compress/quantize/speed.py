@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lezero.compress.quantize.autocast import Autocast
-from lezero.core import device
+from lezero.compress.quantize.batches import Batch, copied
+from lezero.core import device, groups
 from lezero.core.decisions import Decisions
 from lezero.core.interrupts import let_in
 
@@ -18,6 +20,9 @@ AS_IT_WAS = "as it was"
 MARGIN = 0.02
 _ROUNDS = 5
 _SECONDS = 0.3
+# Of the whole model, behind the first run.
+_RUNS, _MOST_RUNS = 3, 15
+_ENOUGH_S, _LONGEST_RUN_S = 1.0, 3.0
 
 
 class LayerSpeed:
@@ -99,6 +104,30 @@ def in_turns(
         if turn + 1 >= _ROUNDS and clock() - began > _SECONDS:
             break
     return best[0], best[1]
+
+
+def of_the_whole(
+    batch: Batch, runs: Sequence[Callable[[Batch], Any]], places: Collection[torch.device]
+) -> list[float]:
+    """The best time of each on copies of one batch, in turns; as often on every rank, since a model
+    may communicate. Short runs are repeated for a second, so that one busy moment does not cover
+    them all."""
+    best = [_timed(run, batch, places) for run in runs]
+    longest = groups.broadcast_object(max(best))
+    often = 1 if longest > _LONGEST_RUN_S else math.ceil(_ENOUGH_S / max(longest, 1e-9))
+    for turn in range(min(max(often, _RUNS), _MOST_RUNS) if often > 1 else 1):
+        for i in sorted(range(len(runs)), reverse=turn % 2 == 1):
+            best[i] = min(best[i], _timed(runs[i], batch, places))
+    return best
+
+
+def _timed(run: Callable[[Batch], Any], batch: Batch, places: Collection[torch.device]) -> float:
+    own = copied(batch)
+    device.synchronize(places)
+    began = time.perf_counter()
+    run(own)
+    device.synchronize(places)
+    return time.perf_counter() - began
 
 
 def _describe(module: nn.Module) -> str:

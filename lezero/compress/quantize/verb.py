@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +12,6 @@ from lezero.compress.quantize.agreed import agreed, begun_alike
 from lezero.compress.quantize.batches import (
     Batch,
     call,
-    copied,
     first_call,
     given,
     quiet,
@@ -31,6 +29,7 @@ from lezero.compress.quantize.report import REPORT, QuantizationReport
 from lezero.compress.quantize.request import Metric, Objective, Request
 from lezero.compress.quantize.scheme import Scheme, Target
 from lezero.compress.quantize.sites import Filter, Site, find_sites, left_over
+from lezero.compress.quantize.speed import of_the_whole
 from lezero.compress.quantize.spill import Spill
 from lezero.compress.quantize.suited import check_suited, notes_of_method
 from lezero.compress.quantize.tensors import nbytes
@@ -42,9 +41,6 @@ from lezero.core.interrupts import held_interrupts, let_in, passed_on_at
 from lezero.nn.modes import evaluating, uncompiled
 
 Model = TypeVar("Model", bound=nn.Module)
-# Short runs are repeated for a second, so that one busy moment does not cover them all.
-_RUNS, _MOST_RUNS = 4, 16
-_ENOUGH_S, _LONGEST_RUN_S = 1.0, 3.0
 # How much slower the whole may look before it counts: two runs of one model differ by as much.
 _WHOLE_MARGIN = 0.02
 
@@ -365,16 +361,4 @@ def _bytes(model: nn.Module) -> int:
 
 def _seconds(model: nn.Module, batch: Batch) -> float:
     """The best of some runs on one batch."""
-    best, spent, places = float("inf"), 0.0, device.places(model)
-    for turn in range(_MOST_RUNS):
-        own = copied(batch)
-        device.synchronize(places)
-        began = time.perf_counter()
-        given(model, own)
-        device.synchronize(places)
-        took = time.perf_counter() - began
-        best, spent = min(best, took), spent + took
-        enough = turn + 1 >= _RUNS and spent > _ENOUGH_S
-        if enough or (turn and took > _LONGEST_RUN_S):
-            break
-    return best
+    return of_the_whole(batch, [lambda own: given(model, own)], device.places(model))[0]
