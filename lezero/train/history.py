@@ -14,6 +14,7 @@ from lezero.data.loader import Rows
 from lezero.files import list_generations, read_generation, step_path
 from lezero.train import engine_state, recipe
 from lezero.train.config import RunConfig
+from lezero.train.engine import Engine
 from lezero.train.run_folder import RunFolder
 
 
@@ -93,6 +94,22 @@ def mark_best(saver: checkpoint.Saver, step: int) -> bool:
             read_generation(path, select=lambda _: False)
             saver.mark("best", step)
     return bool(groups.broadcast_object(path.exists()))
+
+
+def kept_instead(saver: checkpoint.Saver | None, engine: Engine) -> str:
+    """What a run that ends says, on every rank, where it leaves its step unsaved: a skipped one,
+    whose weights may be ruined, while there is a checkpoint to go on from. Else "".
+    """
+    if saver is None or not engine.skipped_in_a_row:
+        return ""
+    saver.wait()
+    found = groups.broadcast_object([path.name for path in list_generations(saver.root)][-1:])
+    if not found:
+        return ""
+    return (
+        f"step {engine.step} is not saved: it was skipped ({engine.skipped_in_a_row} in a row), so "
+        f"its weights may be ruined. The newest checkpoint is {found[0]}"
+    )
 
 
 @contextlib.contextmanager

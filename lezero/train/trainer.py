@@ -27,6 +27,7 @@ from lezero.train.history import (
     cursor_of,
     find_checkpoint,
     finite,
+    kept_instead,
     leave_history,
     mark_best,
     validation_set,
@@ -179,8 +180,7 @@ class Trainer:
         return engine_state.kept_precision(state, self.config.train.precision)
 
     def _check_same_run(self, loaded: checkpoint.Loaded) -> None:
-        """Refuses a checkpoint of another model, another optimizer or other data while the folder
-        is untouched."""
+        """Refuses one of another model, optimizer or data while the folder is untouched."""
         vocab = self.data.tokenizer.vocab_size
         self.loader.seek(cursor_of(loaded, self.config, vocab))
 
@@ -253,8 +253,7 @@ class Trainer:
         status = 0
         if stopped and (engine.step < config.train.steps or self._owes_validation):
             status = max(groups.gather_objects(request.exit_status))
-            text = f"asked to stop: saving step {engine.step}, a later start resumes"
-            self.event(text, "warning")
+            self.event(f"asked to stop at step {engine.step}: a later start resumes", "warning")
         ended = (self.last_loss, self.last_validation, status)
         return TrainResult(self.folder.path, engine.step, *ended)
 
@@ -279,8 +278,7 @@ class Trainer:
         assert self.validation is not None
         loss = None if stop else self.engine.evaluate(self.validation)
         if loss is None:
-            text = "asked to stop: the validation of this step is left to a later start"
-            self.event(text, "warning")
+            self.event("asked to stop: this step's validation is left to a later start", "warning")
             return False
         self.last_validation = finite(loss)
         self._tell("on_validation", loss)
@@ -330,6 +328,10 @@ class Trainer:
 
     def _save_last(self) -> str:
         """Saves this step and waits for it, with a second try; what went wrong, on every rank."""
+        if self._saved_step != self.engine.step and (text := kept_instead(self.saver, self.engine)):
+            self._tell_failures("the run ends")
+            self.event(text, "warning")
+            return ""
         for then in (_AGAIN, ""):
             self.save("last")
             if self._bests.step == self.engine.step:

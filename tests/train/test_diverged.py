@@ -79,13 +79,29 @@ def test_a_save_that_is_due_at_a_skipped_step_comes_at_the_next_good_one(tmp_pat
     assert [call[1] for call in recorder.calls if call[0] == "checkpoint"] == [2, 5, 6, 8, 9]
 
 
-def test_a_stop_at_a_skipped_step_saves_it(tmp_path):
+@pytest.mark.parametrize("steps", [20, 9])
+def test_a_run_that_ends_at_a_skipped_step_keeps_the_checkpoint_before(tmp_path, steps):
+    """Stopped there, and at its last step."""
+    stop = {"at9": lambda t: t.engine.request_stop()} if steps == 20 else {}
+    changes = CHANGES | {"checkpoint": {"every": 2, "keep": 1}}
+    recorder = Recorder(at5=ruin, **stop)
+    result, _ = train(tmp_path, recorder, train__steps=steps, **changes)
+    assert (result.step, result.exit_status) == (10 if steps == 20 else 9, 0)
+    assert steps_in(tmp_path) == [4]
+    said = f"step {result.step} is not saved: it was skipped ({result.step - 5} in a row)"
+    assert [t for t in recorder.events() if t.startswith(said) and t.endswith("step-00000004")]
+    again = Recorder()
+    train(tmp_path, again, train__steps=7, **changes)
+    assert again.steps() == [5, 6, 7]
+    assert steps_in(tmp_path) == [7]
+
+
+def test_a_stop_at_a_skipped_step_saves_it_where_there_is_no_other(tmp_path):
+    changes = CHANGES | {"checkpoint": {"every": 0}}
     recorder = Recorder(at3=poison, at4=lambda t: t.engine.request_stop(), at5=heal)
-    result, _ = train(tmp_path, recorder, **CHANGES)
-    assert result.step == 5
-    assert steps_in(tmp_path) == [2, 5]
+    train(tmp_path, recorder, **changes)
+    assert steps_in(tmp_path) == [5]
     assert checkpoint.load(tmp_path / "run").documents["state"]["skipped_in_a_row"] == 2
     again = Recorder()
-    train(tmp_path, again, train__steps=7, **CHANGES)
+    train(tmp_path, again, train__steps=7, **changes)
     assert again.steps() == [6, 7]
-    assert not [text for text in again.events() if "skipped" in text]
