@@ -11,6 +11,7 @@ batches beside it. What has the size that it had goes back then.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -20,14 +21,14 @@ from torch import Tensor, nn
 _TORCHS = frozenset(vars(nn.Module()))  # `training`, and the tables and hooks of every module
 _OURS = "_lezero"  # what LeZero itself keeps on a model: which verbs were applied
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
-_MOST = 16  # of a list, which may be a history that grows with each call
+_MOST = 16  # of a list or dict, which may be a history that grows with each call
 _DEEPEST = 2
 _NOTHING = object()
 
 
 class Notes:
-    """The plain attributes of modules as they are now: values, tensors of one number, and lists and
-    tuples of these."""
+    """The plain attributes of modules as they are now: values, tensors of one number, and lists,
+    tuples, dicts and sets of these."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._kept = {module: _plain(module) for module in dict.fromkeys(modules)}
@@ -75,8 +76,9 @@ def _noted(x: Any, depth: int = 0) -> Any:
         return x
     if isinstance(x, Tensor):
         return _Number(x) if x.numel() == 1 and not x.requires_grad else _NOTHING
-    if isinstance(x, list | tuple) and depth < _DEEPEST:
-        return len(x), *(_noted(each, depth + 1) for each in x[:_MOST])
+    if isinstance(x, list | tuple | dict | set) and depth < _DEEPEST:
+        first = islice(x.items() if isinstance(x, dict) else x, _MOST)
+        return len(x), *(_noted(each, depth + 1) for each in first)
     return _NOTHING
 
 

@@ -114,6 +114,51 @@ def test_a_cache_stays_with_its_length() -> None:
         assert model[0].last is not None
 
 
+class Rope(nn.Module):
+    """Notes in a dict that it has its table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[str, int] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "length" not in self.made:
+            self.made["length"] = len(x)
+            self.register_buffer("table", torch.ones(1, 128), persistent=False)
+        return x * self.table
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.scale is not None
+        return x * self.scale
+
+
+class Filled(nn.Module):
+    """Notes that the module inside of it has its tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.ready = Scaled(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.inner.scale, self.ready = torch.ones(128), True
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("kind", [Rope, Filled])
+def test_a_tensor_of_which_a_module_knows_that_it_is_there_stays(kind: type[nn.Module]) -> None:
+    x = torch.randn(8, 128)
+    model = nn.Sequential(kind(), nn.Linear(128, 128)).eval()
+    lz.quantize_(model, lz.Int8Weight(), data=[x], objective="size")
+    assert model(x).isfinite().all()
+
+
 class Prototype(nn.Module):
     """A parameter that `forward` writes, with a flag in a buffer beside it, or in an attribute."""
 

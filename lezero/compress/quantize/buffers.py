@@ -28,8 +28,8 @@ _MOST_BYTES = 1 << 24
 def as_it_was(model: nn.Module, spill: Spill, weights: Collection[int]) -> Iterator[Journal]:
     """Counters, caches and the like are afterwards what they were, whatever happens inside: values
     of buffers and small parameters, and names without a tensor (of buffers and plain attributes).
-    But for what changed together with what its module notes beside it (`Notes`), and for what went
-    through the journal.
+    But for what changed together with what its module notes beside it (`Notes`; a tensor under such
+    a name also with what a module around its own notes), and for what went through the journal.
 
     weights: ids of the parameters that are to be quantized.
     """
@@ -62,11 +62,13 @@ def as_it_was(model: nn.Module, spill: Spill, weights: Collection[int]) -> Itera
         kinds = {each.module: each.kind for each in empty}
         attributes = [(each.module, each.clear_attributes()) for each in empty]
         changed = notes.changed()
+        noted = {x for module in changed if type(module) is kinds[module] for x in module.modules()}
+        noted |= changed
         for module, came in attributes:
-            if module in changed:
+            if module in noted:
                 vars(module).update(came)
         for each in empty:
-            if each.module not in changed:
+            if each.module not in noted:
                 each.clear_buffers()
         for module, name, buffer in held:
             # A script's table has no `get`.
