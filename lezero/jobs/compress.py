@@ -196,9 +196,10 @@ def _full(rows: TokenRows, count: int, batch: int) -> list[Tensor]:
         if missing <= 0:
             break
         tokens, targets = rows.row(index)
-        last = np.flatnonzero(targets != IGNORED)[-1]
-        parts.append(tokens[: last + 2])  # a target is the token behind its own
-        missing -= len(parts[-1])
+        counted = np.flatnonzero(targets != IGNORED)
+        if len(counted):  # a pair may be its end of text alone
+            parts.append(tokens[: counted[-1] + 2])  # a target is the token behind its own
+            missing -= len(parts[-1])
     if not parts:
         return []
     text = torch.from_numpy(np.concatenate(parts))

@@ -9,14 +9,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 import lezero as lz
 from lezero.cli.main import main
+from lezero.data.store import TokenRows
 from lezero.data.tokenizer import bytes_tokenizer
-from lezero.jobs.compress import _rows, compress
+from lezero.jobs.compress import _full, _rows, compress
 from lezero.jobs.compress_config import CompressConfig
 from lezero.jobs.perplexity import perplexity
 from lezero.models import Transformer, TransformerConfig, load_hf, save_hf
@@ -159,6 +161,13 @@ def test_what_cannot_be_done_is_said_first(name: str, place: Path, tmp_path: Pat
     with pytest.raises(lz.LeZeroError, match=said):
         compress(CompressConfig.parse({**settings(place, tmp_path), **_filled(change, place)}))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_pair_without_a_token_that_counts_is_left_out() -> None:
+    pairs, index = np.array([9, 1, 2, 3, 9], np.uint16), np.array([[0, 0, 1], [1, 3, 5]])
+    rows = TokenRows(pairs[:0], pairs, index, 8, 9, "digest")
+    assert [part.tolist() for part in _full(rows, 4, 2)] == [[[1, 2, 3, 9]]]
+    assert _full(TokenRows(pairs[:0], pairs, index[:1], 8, 9, "digest"), 4, 2) == []
 
 
 @pytest.mark.parametrize("form", ["lezero", "gptq", "compressed-tensors"])
