@@ -18,17 +18,21 @@ _OTHERS = {"drain_s": "drain", "body_bytes": "body_kib", "allow_hosts": "allow_h
 
 @contextmanager
 def _flags_named() -> Iterator[None]:
-    """Errors call fields as the flags that the user gave."""
+    """Errors call fields as the flags that the user gave; those of a file keep their names."""
     try:
         yield
     except ConfigError as error:
-        options = inspect.signature(serve).parameters.keys() - {"model"}
+        words = inspect.signature(serve).parameters.keys()
 
         def flag(found: re.Match[str]) -> str:
             name = _OTHERS.get(found[1], found[1])
-            return f"--{name.replace('_', '-')}" if name in options else found[0]
+            known = name in words and name != "model"
+            return f"--{name.replace('_', '-')}" if known else found[0]
 
-        said = re.sub(r"(?:^|(?<=; ))(\w+)(?:\.\d+)?(?=: )", flag, str(error))
+        said = str(error)
+        first = re.match(r"(\w+)(?:\.\d+)?: ", said)
+        if first and _OTHERS.get(first[1], first[1]) in words:
+            said = re.sub(r"(?:^|(?<=; ))(\w+)(?:\.\d+)?(?=: )", flag, said)
         raise ConfigError(said, error.problems) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,6 +17,8 @@ import pytest
 
 import lezero
 from lezero.cli.main import main
+from lezero.data.tokenizer import bytes_tokenizer
+from lezero.models import Transformer, TransformerConfig, save_hf
 from tests.serve.server.batch_running import tiny_encoder
 from tests.serve.server.running import head
 
@@ -138,6 +141,18 @@ def test_the_command_refuses(words, message, folder, tmp_path, capsys) -> None:
     given = [{"FOLDER": str(folder), "MODEL": str(model)}.get(word, word) for word in words]
     assert main(["serve", *given, "--port", "0"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_fields_of_a_model_s_file_are_not_called_flags(tmp_path, capsys) -> None:
+    save_hf(Transformer(TransformerConfig(vocab=257, dim=32, layers=1, heads=2)), tmp_path)
+    bytes_tokenizer().save(tmp_path)
+    about = json.loads((tmp_path / "config.json").read_text())
+    about |= {"num_hidden_layers": 0, "max_position_embeddings": 0}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    assert main(["serve", str(tmp_path), "--port", "0"]) == 2
+    said = capsys.readouterr().err
+    assert "config.json: layers: got 0" in said
+    assert "; context: got 0" in said
 
 
 @pytest.mark.parametrize(("name", "said"), [("none", "no such file or folder"), ("", "no model")])
