@@ -20,10 +20,12 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    ModelWrapValidatorHandler,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
+    model_validator,
 )
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
@@ -69,6 +71,17 @@ class Config(BaseModel):
                 raise explain(type(self), error) from None
         except RecursionError:
             raise ConfigError(f"{type(self).__name__}: a value is nested too deep") from None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keys_are_text(cls, value: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        """Asked of a section before Python is, which takes no other keys as keywords."""
+        bad = (
+            [key for key in value if not isinstance(key, str)] if isinstance(value, Mapping) else []
+        )
+        if bad:
+            raise PydanticCustomError("keys", "text as keys, not {key}", {"key": repr(bad[0])})
+        return read(value)
 
     @field_validator("*", mode="wrap")
     @classmethod

@@ -35,6 +35,21 @@ class Sample(Config):
     limits: dict[str, int] = {}  # noqa: RUF012  (pydantic copies defaults)
     either: bool | int = 0
     flag: bool = False
+    more: tuple[Inner, ...] = ()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({1: 2}, "keys must be text, got 1"),
+        ({"inner": {1: 2}}, "inner: got {1: 2}, allowed is text as keys, not 1"),
+        ({"more": [{}, {True: 2}]}, "more.1: got {True: 2}, allowed is text as keys, not True"),
+    ],
+)
+def test_keys_are_text_in_each_section(given: dict[object, object], said: str) -> None:
+    with pytest.raises(ConfigError, match="text") as caught:
+        Sample.parse(given, "run.yaml")
+    assert str(caught.value) == f"run.yaml: {said}"
 
 
 @pytest.mark.parametrize(
