@@ -11,11 +11,13 @@ from lezero import checkpoint
 from lezero.core import groups
 from lezero.core.errors import FileError, NumericsError
 from lezero.data.loader import Rows
-from lezero.files import list_generations, read_generation, step_path
+from lezero.files import list_generations, read_generation, step_of, step_path
 from lezero.train import engine_state, recipe
 from lezero.train.config import RunConfig
 from lezero.train.engine import Engine
 from lezero.train.run_folder import RunFolder
+
+BEFORE_SKIPS = "before-skips"
 
 
 def finite(loss: float) -> float | None:
@@ -96,19 +98,26 @@ def mark_best(saver: checkpoint.Saver, step: int) -> bool:
     return bool(groups.broadcast_object(path.exists()))
 
 
-def kept_instead(saver: checkpoint.Saver | None, engine: Engine) -> str:
-    """What a run that ends says, on every rank, where it leaves its step unsaved: a skipped one,
-    whose weights may be ruined, while there is a checkpoint to go on from. Else "".
-    """
+def keep_before(saver: checkpoint.Saver | None, engine: Engine) -> str:
+    """What a run that ends says, on every rank, where it ends at a skipped step, whose weights may
+    be ruined: the newest checkpoint of before is marked, so that it stays beside what is written
+    now. Else ""."""
     if saver is None or not engine.skipped_in_a_row:
         return ""
     saver.wait()
-    found = groups.broadcast_object([path.name for path in list_generations(saver.root)][-1:])
-    if not found:
-        return ""
-    return (
-        f"step {engine.step} is not saved: it was skipped ({engine.skipped_in_a_row} in a row), so "
-        f"its weights may be ruined. The newest checkpoint is {found[0]}"
+    kept = ""
+    for path in reversed(list_generations(saver.root) if saver.leads else []):
+        with contextlib.suppress(FileError, OSError):
+            documents = read_generation(path, select=lambda _: False).documents
+            if not documents["state"].get("skipped_in_a_row"):
+                saver.mark(BEFORE_SKIPS, step_of(path) or 0)
+                kept = path.name
+                break
+    kept = groups.broadcast_object(kept)
+    return kept and (
+        f"step {engine.step} was skipped ({engine.skipped_in_a_row} in a row), so its weights may "
+        f"be ruined: {kept} stays beside it, marked '{BEFORE_SKIPS}'; where a later start skips "
+        "on, move what is newer away"
     )
 
 

@@ -27,7 +27,7 @@ from lezero.train.history import (
     cursor_of,
     find_checkpoint,
     finite,
-    kept_instead,
+    keep_before,
     leave_history,
     mark_best,
     validation_set,
@@ -253,7 +253,8 @@ class Trainer:
         status = 0
         if stopped and (engine.step < config.train.steps or self._owes_validation):
             status = max(groups.gather_objects(request.exit_status))
-            self.event(f"asked to stop at step {engine.step}: a later start resumes", "warning")
+            text = f"asked to stop: saving step {engine.step}, a later start resumes"
+            self.event(text, "warning")
         ended = (self.last_loss, self.last_validation, status)
         return TrainResult(self.folder.path, engine.step, *ended)
 
@@ -328,10 +329,8 @@ class Trainer:
 
     def _save_last(self) -> str:
         """Saves this step and waits for it, with a second try; what went wrong, on every rank."""
-        if self._saved_step != self.engine.step and (text := kept_instead(self.saver, self.engine)):
-            self._tell_failures("the run ends")
+        if self._saved_step != self.engine.step and (text := keep_before(self.saver, self.engine)):
             self.event(text, "warning")
-            return ""
         for then in (_AGAIN, ""):
             self.save("last")
             if self._bests.step == self.engine.step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -83,17 +84,23 @@ def test_a_save_that_is_due_at_a_skipped_step_comes_at_the_next_good_one(tmp_pat
 def test_a_run_that_ends_at_a_skipped_step_keeps_the_checkpoint_before(tmp_path, steps):
     """Stopped there, and at its last step."""
     stop = {"at9": lambda t: t.engine.request_stop()} if steps == 20 else {}
-    changes = CHANGES | {"checkpoint": {"every": 2, "keep": 1}}
+    changes = CHANGES | {"checkpoint": {"every": 2, "keep": 1}, "train__max_skipped": 20}
     recorder = Recorder(at5=ruin, **stop)
     result, _ = train(tmp_path, recorder, train__steps=steps, **changes)
     assert (result.step, result.exit_status) == (10 if steps == 20 else 9, 0)
-    assert steps_in(tmp_path) == [4]
-    said = f"step {result.step} is not saved: it was skipped ({result.step - 5} in a row)"
-    assert [t for t in recorder.events() if t.startswith(said) and t.endswith("step-00000004")]
+    assert steps_in(tmp_path) == [4, result.step]
+    said = f"step {result.step} was skipped ({result.step - 5} in a row)"
+    kept = "step-00000004 stays beside it, marked 'before-skips'"
+    assert [t for t in recorder.events() if t.startswith(said) and kept in t]
+    again = Recorder(**{f"at{result.step + 1}": lambda t: t.engine.request_stop()})
+    train(tmp_path, again, train__steps=20, **changes)  # goes on from it, and skips on
+    assert checkpoint.read_mark(tmp_path / "run/checkpoints", "before-skips") == 4
+    assert steps_in(tmp_path)[0] == 4
+    for step in steps_in(tmp_path)[1:]:
+        shutil.rmtree(tmp_path / f"run/checkpoints/step-{step:08d}")
     again = Recorder()
     train(tmp_path, again, train__steps=7, **changes)
     assert again.steps() == [5, 6, 7]
-    assert steps_in(tmp_path) == [7]
 
 
 def test_a_stop_at_a_skipped_step_saves_it_where_there_is_no_other(tmp_path):

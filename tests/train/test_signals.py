@@ -65,7 +65,7 @@ def test_sigterm_ctrl_c_and_a_closed_terminal_save_and_a_later_start_resumes(tmp
         assert process.returncode == 128 + number, err
         assert f"{signal.Signals(number).name}: the run ends" in err
         assert "Traceback" not in err
-        assert "asked to stop at step" in out
+        assert "asked to stop: saving step" in out
         (step,) = steps_in(folder)
         assert step == read_metrics(folder / "run/metrics.jsonl").steps[-1]
         assert checkpoint.read_mark(folder / "run/checkpoints", "last") == step
