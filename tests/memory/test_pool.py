@@ -133,6 +133,12 @@ def test_bad_share():
         HostPool(1 << 30, share=0)
 
 
+@pytest.mark.parametrize("limit", [-1, "1G", None])
+def test_bad_limit(limit):
+    with pytest.raises(ConfigError, match=f"memory_limit: got {limit!r}, allowed is"):
+        HostPool(limit)
+
+
 @pytest.mark.parametrize("pool", [False, True])
 @pytest.mark.parametrize("heap", ["the first", "another"])
 def test_what_is_freed_leaves_whichever_heap_it_lay_in(pool, heap):
