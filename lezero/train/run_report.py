@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lezero.core.errors import LeZeroError
-from lezero.core.paths import shown
+from lezero.core.errors import FileError, LeZeroError
+from lezero.core.paths import read_regular, shown
 from lezero.report import Bar, BarPlot, Level, LinePlot, Page, Section, Series, Tile, tag
 from lezero.report import decisions as recorded
 from lezero.report.decision_cards import decision_cards
@@ -21,7 +21,9 @@ from lezero.train.run_events import event_rows
 from lezero.train.run_facts import Compared, RunFacts
 
 FILE = "report.html"
+_FOOTER = "Written {} by LeZero."
 _SMOOTH_FROM = 60
+_MOST_BYTES = 64 << 20
 _BYTES = ("memory, ", "cpu, caches, ")
 _CURVES = {"losses": "this run", "plain_losses": "plain PyTorch"}
 
@@ -30,14 +32,18 @@ def write_report(run_folder: str | Path) -> Path:
     """Writes `report.html` into a run folder and returns its path.
 
     A document that is missing or damaged costs its section only, which says so. Raises `FileError`
-    when there is no such folder, nothing of a run in it, or the page cannot be written.
+    when there is no such folder, nothing of a run in it, a page that is no such report lies there,
+    or it cannot be written.
     """
     run = RunDocuments.read(run_folder)
+    if (run.folder / FILE).exists() and not _is_report(run.folder / FILE):
+        raise FileError(
+            f"{run.folder / FILE}: was not written by LeZero, as far as it says, and the report "
+            "would be written over it; move it away, or name the folder of a run"
+        )
     facts = RunFacts(run)
-    written = time.strftime("%Y-%m-%d %H:%M")
-    page = Page(
-        f"Run {run.folder.resolve().name}", facts.subtitle(), f"Written {written} by LeZero."
-    )
+    footer = _FOOTER.format(time.strftime("%Y-%m-%d %H:%M"))
+    page = Page(f"Run {run.folder.resolve().name}", facts.subtitle(), footer)
     page.tiles(_tiles(facts))
     _loss(page.section("Loss"), facts)
     _sample(page.section("Sample text"), run)
@@ -50,6 +56,14 @@ def write_report(run_folder: str | Path) -> Path:
     _hardware(page.section("Hardware"), run)
     _config(page.section("Config"), run)
     return page.write(run.folder / FILE)
+
+
+def _is_report(path: Path) -> bool:
+    end = f"{_FOOTER.rpartition('{}')[2]}</footer>".encode()
+    try:
+        return end in read_regular(path, _MOST_BYTES)
+    except (OSError, LeZeroError):
+        return False
 
 
 def _tiles(facts: RunFacts) -> list[Tile]:

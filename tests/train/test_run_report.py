@@ -215,6 +215,15 @@ def test_no_folder_and_no_run(tmp_path):
         write_report(tmp_path / "f")
 
 
+def test_a_page_of_somebody_else_is_not_written_over(run):
+    written = write_report(run)
+    assert write_report(run) == written
+    written.write_text("<footer>mine</footer>")
+    with pytest.raises(FileError, match=r"report\.html: was not written by LeZero.*move it away"):
+        write_report(run)
+    assert written.read_text() == "<footer>mine</footer>"
+
+
 def test_the_page_stays_small_however_long_the_run(tmp_path):
     with open(tmp_path / "metrics.jsonl", "w") as file:
         for step in range(1, 30_001):
