@@ -17,16 +17,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lezero.core import device, facts, room
-from lezero.core.errors import CapacityError
+from lezero.core.errors import CapacityError, ConfigError
 from lezero.memory import OVERHEAD, can_come_from_malloc
 from lezero.ops.attention import available
 from lezero.plan import communication, kinds
 from lezero.plan.heap import resident_bytes
 from lezero.plan.measure import OpTimes, as_in_a_step
 from lezero.plan.scratch import kept_bytes
-from lezero.plan.spec import Build, StepSpec
+from lezero.plan.spec import Build, StepSpec, whole
 from lezero.plan.trace import Trace, trace_step
 from lezero.plan.work import attention_flops, flops
+from lezero.profiler.ceilings import Ceilings
+from lezero.profiler.hardware import Hardware
 
 STATED_ERROR = {"memory": 0.10, "time": 0.25}
 _LEAST_ERROR_BYTES = 32 << 20
@@ -145,10 +147,12 @@ def forecast(
     rank may use (default: what is free now, shared by the ranks here). budget_s: most seconds spent
     on measuring operations. Nothing of the model is allocated.
 
-    Raises `ConfigError` when a step cannot be run on fake tensors.
+    Raises `ConfigError` for arguments of another kind, and when a step cannot be run on fake
+    tensors.
     """
     started = time.perf_counter()
-    limit = free_bytes(spec) if limit_bytes is None else limit_bytes
+    _check(spec, hardware)
+    limit = free_bytes(spec) if limit_bytes is None else whole("limit_bytes", limit_bytes)
     times = OpTimes.of_this_machine(spec)
     trace, attention, (seconds, time_parts) = _fastest(build, spec, times, budget_s)
     scratch = times.scratch(trace.calls.values(), spec.neighbours)
@@ -183,6 +187,18 @@ def forecast(
         },
         made_in_seconds=time.perf_counter() - started,
     )
+
+
+def _check(spec: Any, hardware: Any) -> None:
+    if not isinstance(spec, StepSpec):
+        raise ConfigError(
+            f"spec: got {spec!r}, allowed is a StepSpec, as StepSpec(batch=8, tokens=256)"
+        )
+    if not isinstance(hardware, Hardware | Ceilings | None):
+        raise ConfigError(
+            f"hardware: got {hardware!r}, allowed is what lezero.profiler.hardware() returns: "
+            "times are measured on this machine, so leave it out, or run the forecast on the other"
+        )
 
 
 def _fastest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,8 +74,8 @@ class StepSpec:
     def __post_init__(self) -> None:
         for name in ("batch", "tokens", "accumulate", "ranks", "ranks_here", "steps"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name}: got {value!r}, allowed is a whole number above 0")
+            if value is not None:
+                object.__setattr__(self, name, whole(name, value))
         if self.precision not in PRECISIONS:
             allowed = ", ".join(PRECISIONS)
             raise ConfigError(f"precision: got '{self.precision}', allowed is {allowed}")
@@ -125,6 +126,17 @@ class StepSpec:
         targets = batch["targets"].flatten()
         total = cross_entropy_sum(logits_NV, targets)
         return total / (targets != IGNORED).sum().clamp(min=1)
+
+
+def whole(name: str, value: Any) -> int:
+    """`value` as an int, whatever kind of whole number it is; `ConfigError` where it is none."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ConfigError(f"{name}: got {value!r}, allowed is a whole number above 0")
+    return number
 
 
 def _is_kind(device: Any) -> bool:

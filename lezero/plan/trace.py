@@ -344,6 +344,7 @@ def _one_step(
             cast = torch.autocast(spec.device, dtype=dtype, cache_enabled=meeting.cache)
             with stage("the loss"), cast if dtype else nullcontext():
                 loss = spec.mean_loss(model, batch)
+                _check_loss(loss)
                 scaled = loss * 1.0
             recorder.kind, recorder.phase = TEMPORARY, name and f"{name} backward"
             with stage("the backward pass"):
@@ -369,6 +370,17 @@ def _one_step(
         del gradients
         optimizer.zero_grad(set_to_none=True)
     meeting.end()
+
+
+def _check_loss(loss: Any) -> None:
+    found = type(loss).__name__
+    if isinstance(loss, torch.Tensor):
+        if loss.numel() == 1:
+            return
+        found = f"a tensor of shape {tuple(loss.shape)}"
+    raise ConfigError(
+        f"loss: returned {found}, allowed is a tensor with one number: give the mean, as .mean()"
+    )
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

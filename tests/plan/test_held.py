@@ -195,6 +195,7 @@ def raises(*_: Any) -> Any:
         (Small, {"optimizer": raises}, "making the optimizer does not run .*a reason"),
         (Reads, {}, "the loss does not run .*It reads numbers"),
         (nn.Linear(2, 2), {}, "build: got a Linear, .*give `lambda: model`"),
+        (Small, {"loss": lambda m, b: m(b["tokens"]).sum(-1)}, r"loss: returned .*as \.mean\(\)"),
         (lambda: None, {}, "build: returned a NoneType"),
         (lambda: Small().to("meta"), {}, r"is on meta; .*leave out device\('meta'\)"),
     ],
