@@ -47,6 +47,7 @@ from lezero.train.engine import Engine, StepResult
 
 SLACK = {"fp32": 32.0, "bf16": 4.0, "fp16": 4.0}
 _EPS = torch.finfo(torch.float32).eps
+_OPTIONS = ("weight_decay", "betas", "eps")
 _DTYPES = {"fp32": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -56,13 +57,14 @@ class Watch:
     optimizer got them. Empty where the step did not come that far, and on ranks other than 0.
 
     `owes`: what the wire's feedback has kept, before the step and after its sums. `left_out`: the
-    trainable parameters that the optimizer does not hold."""
+    trainable parameters that the optimizer does not hold. `options`: AdamW's, by parameter."""
 
     place: torch.device
     gradients: dict[str, Tensor] = field(default_factory=dict)
     clipped: dict[str, Tensor] = field(default_factory=dict)
     owes: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     left_out: list[str] = field(default_factory=list)
+    options: dict[str, dict[str, object]] = field(default_factory=dict)
 
     def attach(self, engine: Engine) -> None:
         """Looks at `engine` between its backward pass, its clipping and its optimizer. On every
@@ -80,6 +82,7 @@ class Watch:
 
         def before_update(*_: object) -> None:
             self.clipped = exchange.whole_gradients(engine.model, self.place)
+            self.options = _options(engine.model, engine.optimizer)
 
         setattr(engine, "_gradient_norm", norm)  # noqa: B010
         engine.optimizer.register_step_pre_hook(before_update)
@@ -156,6 +159,7 @@ class Judge:
             if watch.left_out:
                 text = "the optimizer does not hold it, so that it is never updated"
                 self._part("optimizer", step, text, watch.left_out[0], len(watch.left_out) - 1)
+            self._judge_options(step, watch.options)
             self._judge_norm(step, result.grad_norm, watch.gradients)
             self._judge_clipping(step, watch)
             self._judge_lr(step, result.lr)
@@ -255,6 +259,16 @@ class Judge:
             text = f"the engine skipped it ({result.skipped}), plain PyTorch is finite there"
             self._part("skipped step", step, text)
 
+    def _judge_options(self, step: int, found: dict[str, dict[str, object]]) -> None:
+        """Weight decay, betas and eps as configured: in a warm-up the update's room hides them."""
+        right = _options(self.beside.model, self.beside.optimizer)
+        other = [(n, key) for n in right for key in _OPTIONS if n in found
+                 and found[n][key] != right[n][key]]  # fmt: skip
+        if other:
+            name, key = other[0]
+            text = f"its {key} is {found[name][key]} here, {right[name][key]} by the config"
+            self._part("optimizer", step, text, name, len({n for n, _ in other}) - 1)
+
     def _judge_clipping(self, step: int, watch: Watch) -> None:
         """Clipping and AdamW of the plain loop, on the gradients that the engine had."""
         for name, parameter in self.beside.parameters.items():
@@ -322,6 +336,16 @@ class Judge:
     ) -> None:
         if all(parting.check != check for parting in self.partings):
             self.partings.append(Parting(check, step + 1, text, parameter, others))
+
+
+def _options(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, object]]:
+    """What each parameter is updated with, by its name."""
+    held = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    return {
+        name: {key: tuple(held[id(p)][key]) if key == "betas" else held[id(p)][key]
+               for key in _OPTIONS}
+        for name, p in model.named_parameters() if id(p) in held
+    }  # fmt: skip
 
 
 def _norm(value: Tensor) -> float:

@@ -238,10 +238,10 @@ FAULTS = {
         engine_method("_set_lr", one_step_ahead), "learning rate", 1, None,
     ),
     "schedule: told, not done": (engine_method("_set_lr", late(1.01)), "update", 1, FIRST),
-    "decay: norms too": (optimizer_made(decay_everything), "update", 1, FIRST),
+    "decay: norms too": (optimizer_made(decay_everything), "optimizer", 1, FIRST),
     "betas: swapped": (
         optimizer_made(lambda _, made: made.param_groups[0].update(betas=(0.95, 0.9))),
-        "update", 2, "layers.0.self_attn.q_proj.weight",
+        "optimizer", 1, "layers.0.self_attn.q_proj.weight",
     ),
     "clip: ignored": (
         engine_method("_update", clipped_at(None)), "clipping", 1, FIRST,
@@ -271,6 +271,23 @@ def test_a_fault_is_caught_and_named(run, monkeypatch, name):
     assert parameter is None or parameter in found.summary
     with pytest.raises(NumericsError, match=f"^parts from plain PyTorch at step {step}, {check}"):
         found.require()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weight_decay": 0.0}, "weight_decay is 0.0 here, 0.1 by"),
+        ({"betas": (0.9, 0.999)}, "betas is (0.9, 0.999) here, (0.9, 0.95) by"),
+        ({"eps": 1e-6}, "eps is 1e-06 here, 1e-08 by"),
+    ],
+)
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+def test_a_warm_up_hides_no_option(run, monkeypatch, change, said, optimizer):
+    optimizer_made(lambda _, made: made.param_groups[0].update(change))(monkeypatch)
+    found = verify(run(schedule={"warmup": 1000}, steps=2000, optimizer=optimizer), 1)
+    assert found.first is not None
+    assert found.first.check == "optimizer"
+    assert said in found.summary
 
 
 @pytest.mark.parametrize(
