@@ -120,6 +120,8 @@ class Judge:
         self.partings: list[Parting] = []
         self.figures: list[StepFigures] = []
         self.loss, self.gradient, self.update = Largest(), Largest(), Largest()
+        self.loose: list[int] = []
+        self.notes: list[str] = []
         self.equal = True
         self._losses = (math.nan, math.nan, math.nan)
         self._masters: dict[str, Tensor] = {}
@@ -168,7 +170,25 @@ class Judge:
         update = self._judge_update(step, parameters)
         if result.skipped is None and math.isfinite(alone):
             self.alone.update(step)
-        self.figures.append(StepFigures(step + 1, result.loss, alone, gradient, update))
+        self.figures.append(
+            StepFigures(step + 1, result.loss, alone, gradient, update, result.skipped)
+        )
+
+    def finish(self) -> None:
+        """Says what the steps do not prove, after the last one."""
+        reasons = [one.skipped for one in self.figures if one.skipped is not None]
+        last, compared = len(self.figures) - 1, len(self.figures) - len(reasons)
+        if not compared:
+            text = f"every step was skipped ({reasons[-1]}), nothing was compared; give more steps"
+            self._part("skipped step", last, f"{text}, or mend what makes the engine skip")
+        if not self.loose:
+            return
+        text = f"rounding in {self.precision} may be as large as the gradient, so that a missing "
+        text += f"one would pass, in {len(self.loose)} of {compared} steps that were compared"
+        if len(self.loose) == compared:
+            self._part("gradient", last, text)
+        else:
+            self.notes.append(f"{text}; the first is step {self.loose[0]}")
 
     @torch.no_grad()
     def drift(self, mine: Mapping[str, Tensor]) -> float:
@@ -200,6 +220,8 @@ class Judge:
         length = math.hypot(*size.values()) or 1.0
         spread = {name: _distance(other.get(name), value) for name, value in plain.items()}
         whole = max(math.hypot(*spread.values()) / length, _EPS)
+        if not self.slack * whole < 1:
+            self.loose.append(step + 1)
         for name, distance in spread.items():
             self._rounding[name] = max(self._rounding.get(name, 0.0), distance / length)
         worst, beyond = Largest(), []

@@ -62,13 +62,15 @@ class Largest:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """One step: the loss of the engine, and that of a plain loop that was left alone."""
+    """One step: the loss of the engine, and that of a plain loop that was left alone; why the
+    engine skipped it, None where it did not."""
 
     step: int
     loss: float
     plain_loss: float
     gradient: Largest
     update: Largest
+    skipped: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,15 +103,26 @@ class Verification:
         return self.partings[0] if self.partings else None
 
     @property
+    def skipped(self) -> int:
+        """How many steps the engine skipped: of them the loss alone is compared."""
+        return sum(one.skipped is not None for one in self.figures)
+
+    @property
     def summary(self) -> str:
         """The verdict in one sentence."""
-        what = f"{self.steps} steps in {self.precision}"
-        if self.verdict == "equal":
-            return f"Equal: {what} are bit for bit those of plain PyTorch in fp32."
         if self.first is not None:
             return f"Parts from plain PyTorch at {self.first}."
+        compared = self.steps - self.skipped
+        many = compared != 1
+        what = f"{compared} {'steps' if many else 'step'} in {self.precision}"
+        what += " are" if many else " is"
+        those = ("those" if many else "that") + " of plain PyTorch in fp32"
+        if self.skipped:
+            those += f" ({self.skipped} of {self.steps} steps were skipped and are not compared)"
+        if self.verdict == "equal":
+            return f"Equal: {what} bit for bit {those}."
         return (
-            f"Within tolerance: {what} are those of plain PyTorch in fp32; gradients differ by at "
+            f"Within tolerance: {what} {those}; gradients differ by at "
             f"most {self.gradient.difference:.2g} of their size where "
             f"{self.gradient.allowed:.2g} is allowed, parameters after one update by "
             f"{self.update.difference:.2g}."
@@ -127,7 +140,7 @@ class Verification:
         del data["figures"]
         data["partings"] = [str(parting) for parting in self.partings]
         first = asdict(self.first) if self.first else {}
-        losses = {"losses": [f.loss for f in self.figures]}
+        losses = {"losses": [f.loss for f in self.figures], "skipped_steps": self.skipped}
         plain = {"plain_losses": [f.plain_loss for f in self.figures]}
         return _finite(
             {
@@ -141,9 +154,10 @@ class Verification:
         """The figures of every step, and what was found, for a terminal."""
         lines = [f"{'step':>5} {'loss':>10} {'plain':>10}  gradient, update: difference (allowed)"]
         for one in self.figures:
+            both = f"{_against(one.gradient)}, {_against(one.update)}"
             lines.append(
                 f"{one.step:>5} {one.loss:>10.5f} {one.plain_loss:>10.5f}  "
-                f"{_against(one.gradient)}, {_against(one.update)}"
+                + (f"skipped: {one.skipped}" if one.skipped else both)
             )
         lines.append(self.resume)
         lines += [f"note: {note}" for note in self.notes]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -104,6 +105,7 @@ class _Journey:
         resume = self._resume() if self.half else "Resume: not checked (it takes 2 steps or more)."
         if judge is None:
             return None
+        judge.finish()
         partings = sorted([*self.partings, *judge.partings], key=lambda parting: parting.place)
         equal = judge.equal and not partings
         return Verification(
@@ -120,7 +122,7 @@ class _Journey:
             update=judge.update,
             drift=drift,
             figures=tuple(judge.figures),
-            notes=tuple(self.notes),
+            notes=(*self.notes, *judge.notes),
         )
 
     def _engine(self, decisions: Decisions) -> Engine:
@@ -215,7 +217,9 @@ class _Journey:
     def _judge_bits(self, step: int, result: StepResult, engine: Engine) -> None:
         was = self.recorded[step]
         now = _digests(exchange.whole(engine.model))
-        if now == was.parameters and result.loss == was.result.loss:
+        lost = math.isnan(result.loss) and math.isnan(was.result.loss)
+        same_loss = result.loss == was.result.loss or lost
+        if now == was.parameters and same_loss:
             return
         if engine.place.type != "cpu" and not self.partings:
             # Some kernels of accelerators add in an order that changes from call to call.
@@ -223,7 +227,7 @@ class _Journey:
             note += f"of {engine.place.type} need not repeat bit for bit"
             self.notes = [note]
             return
-        if result.loss != was.result.loss:
+        if not same_loss:
             text = f"{result.loss:.9g}, uninterrupted it was {was.result.loss:.9g}"
             self._keep(Parting("resume: loss", step + 1, text))
         if now != was.parameters:
