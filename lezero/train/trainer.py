@@ -286,6 +286,7 @@ class Trainer:
         self._owes_validation = False
         ends = self._saved_step, self.config.train.steps
         written = self.config.checkpoint.every or self.engine.step in ends
+        written = written and not self.engine.skipped_in_a_row
         self._saved_step = -1  # what is saved of this step does not know this validation
         better = written and math.isfinite(loss) and (self.best is None or loss < self.best)
         if groups.broadcast_object(better):  # a failed write is heard of sooner by one than another

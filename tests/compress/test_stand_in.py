@@ -217,3 +217,12 @@ def test_a_transposed_weight_reads_as_the_float_layers(scheme: Any) -> None:
             torch.testing.assert_close(product, wanted, rtol=1e-3, atol=1e-2)
         assert (*plain.shape, plain.size(0), len(plain)) == (K, N, K, K)
         assert torch.equal(lz.dequantize_(nn.Sequential(layer))[0].weight, weight.decode())
+
+
+def test_another_weight_is_not_taken() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    lz.quantize_(model, lz.Int8Weight(), objective="size")
+    for other in (nn.Parameter(torch.zeros(64, 64)), torch.zeros(64, 64)):
+        with pytest.raises(AttributeError, match=r"^weight: .* is only read; lz\.dequantize_"):
+            model[0].weight = other
+    model(torch.zeros(2, 64))

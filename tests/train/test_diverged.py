@@ -112,3 +112,12 @@ def test_a_stop_at_a_skipped_step_saves_it_where_there_is_no_other(tmp_path):
     again = Recorder()
     train(tmp_path, again, train__steps=7, **changes)
     assert again.steps() == [6, 7]
+
+
+def test_a_skipped_step_is_not_the_best_one(tmp_path):
+    """Its loss may be finite all the same."""
+    changes = CHANGES | {"validation": {"every": 2}, "checkpoint": {"every": 1}}
+    skips = Recorder(at2=lambda t: setattr(t.engine, "skipped_in_a_row", 1))
+    train(tmp_path, skips, train__steps=2, **changes)
+    assert checkpoint.read_mark(tmp_path / "run/checkpoints", "best") is None
+    assert checkpoint.read_mark(tmp_path / "run/checkpoints", "before-skips") == 1

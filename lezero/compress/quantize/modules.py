@@ -62,6 +62,14 @@ class QuantizedLayer(nn.Module):
         self.register_parameter("bias", bias)
         self.register_buffer("input_scale", input_scale)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and isinstance(value, Tensor):  # which torch would take, and no layer
+            raise AttributeError(
+                "weight: that of a quantized layer is only read; lz.dequantize_(model) gives plain "
+                "layers"
+            )
+        super().__setattr__(name, value)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Of a copy, or one that was pickled."""
         super().__setstate__(state)
