@@ -292,11 +292,14 @@ def test_plans_are_looked_for_when_nothing_runs_and_a_little_under_load(model: D
     runner = Runner(model, made, tell_plan=lambda: told.append(made.plans))
     runner.start()
     try:
-        asked = [Asked(runner, 1) for _ in range(200)]
-        assert all(a.wait() == [2] for a in asked)
-        began = time.monotonic()
-        while not told and time.monotonic() - began < 20:
-            time.sleep(0.01)
+        for _ in range(5):  # a busy machine may measure steps that change no plan
+            asked = [Asked(runner, 1) for _ in range(200)]
+            assert all(a.wait() == [2] for a in asked)
+            began = time.monotonic()
+            while not told and time.monotonic() - began < 4:
+                time.sleep(0.01)
+            if told:
+                break
         assert told, "much faster than it seemed; nobody asked since"
         found: list[float] = []
         runner.batcher.search = lambda: found.append(time.sleep(0.001) or 0.001)  # type: ignore
