@@ -29,7 +29,16 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from lezero.serve.template_process import FAILED, PAIRS, READY, REFUSED, SIZE, TEXT, TUPLE
+from lezero.serve.template_process import (
+    FAILED,
+    PAIRS,
+    READY,
+    REFUSED,
+    SIZE,
+    TEXT,
+    TUPLE,
+    write_all,
+)
 
 MEMORY = 1 << 30
 MOST = 1 << 24
@@ -161,6 +170,4 @@ def main(fd: int, seconds: float) -> None:
         kind, text = answer(asked)
         made = text.encode("utf-8", "surrogatepass")
         signal.setitimer(signal.ITIMER_PROF, 0)
-        left = memoryview(kind + len(made).to_bytes(SIZE, "big") + made)
-        while left:
-            left = left[answers.write(left) :]
+        write_all(answers, kind + len(made).to_bytes(SIZE, "big") + made)

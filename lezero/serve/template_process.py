@@ -71,7 +71,7 @@ class TemplateProcess:
         with self._lock:
             child = self._running()
             try:
-                _write(child.process.stdin, len(question).to_bytes(SIZE, "big") + question)
+                write_all(child.process.stdin, len(question).to_bytes(SIZE, "big") + question)
                 head = _read(child.answers, 1 + SIZE)
                 text = _read(child.answers, int.from_bytes(head[1:], "big"))
             except (BrokenPipeError, EOFError):
@@ -129,7 +129,8 @@ def _start(seconds: float) -> _Child:
     return child
 
 
-def _write(pipe: Any, data: bytes) -> None:
+def write_all(pipe: Any, data: bytes) -> None:
+    """Through a pipe without a buffer, which may take a part at a time."""
     left = memoryview(data)
     while left:
         left = left[pipe.write(left) :]

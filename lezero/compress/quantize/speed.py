@@ -114,8 +114,8 @@ def of_the_whole(
     them all."""
     best = [_timed(run, batch, places) for run in runs]
     longest = groups.broadcast_object(max(best))
-    often = 1 if longest > _LONGEST_RUN_S else math.ceil(_ENOUGH_S / max(longest, 1e-9))
-    for turn in range(min(max(often, _RUNS), _MOST_RUNS) if often > 1 else 1):
+    enough = max(math.ceil(_ENOUGH_S / max(longest, 1e-9)), _RUNS)
+    for turn in range(1 if longest > _LONGEST_RUN_S else min(enough, _MOST_RUNS)):
         for i in sorted(range(len(runs)), reverse=turn % 2 == 1):
             best[i] = min(best[i], _timed(runs[i], batch, places))
     return best
