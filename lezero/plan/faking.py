@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.jit import ScriptModule
+from torch.overrides import TorchFunctionMode
 
 from lezero.core.errors import ConfigError, LeZeroError
 from lezero.core.flags import flag
 from lezero.profiler.untouched import restored, untouched, untouched_random
 
 _ONE = threading.RLock()
+_FREEZE = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
 _NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
@@ -61,7 +63,7 @@ def built(build: Callable[[], nn.Module], device: str, fake: Any) -> Iterator[nn
     converter.set_tensor_memo = lambda *_: None
     with ExitStack() as stack:
         try:
-            with stage("build()"), torch.device(device), _remembering(stack):
+            with stage("build()"), torch.device(device), _remembering(stack), _Freezing(stack):
                 model = build()
         finally:
             del converter.set_tensor_memo
@@ -103,6 +105,25 @@ def _remembering(stack: ExitStack) -> Iterator[None]:
         finally:
             for name, change in of_torch.items():
                 setattr(nn.Module, name, change)
+
+
+class _Freezing(TorchFunctionMode):
+    """Parameters that `build()` freezes, or thaws, are what they were when the stack is left."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        super().__init__()
+        self._stack = stack
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _FREEZE and _is_real(args[0]):
+            self._stack.callback(args[0].requires_grad_, args[0].requires_grad)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_real(x: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(x, nn.Parameter) and not isinstance(x, FakeTensor)
 
 
 def _names(function: Any) -> tuple[str, ...]:

@@ -157,6 +157,8 @@ def answer(asked: bytes) -> tuple[bytes, str]:
 def main(fd: int, seconds: float) -> None:
     """Renders what it is asked for, until nobody asks. fd: where answers go. seconds: of a
     processor, for one answer."""
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whatever the process did that started this one
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         _, most = resource.getrlimit(resource.RLIMIT_AS)

@@ -118,7 +118,8 @@ def _warn_of_unsavable(model: nn.Module) -> None:
         if (value.layout is not torch.strided or value.dtype not in CODES) and groups.is_main():
             log.warning(
                 "'%s' of the model is a %s tensor of %s, which a checkpoint cannot hold: "
-                "Engine.save will refuse the model", name, value.layout, value.dtype,
+                "Engine.save will refuse the model; keep it in another type, or as a buffer with "
+                "persistent=False", name, value.layout, value.dtype,
             )  # fmt: skip
             return
 

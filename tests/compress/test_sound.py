@@ -76,3 +76,12 @@ def test_a_group_of_more_inputs_than_there_are(group: int, tmp_path: Path) -> No
     change(tmp_path / "q", edit)
     with pytest.raises(lz.FileError, match=r"'layers\.0\.mlp\.up_proj'.*group"):
         lz.load_quantized(tmp_path / "q")
+
+
+def test_a_layer_that_does_not_say_how_its_outputs_lie_follows_its_inputs(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(16, 16, 3))
+    lz.quantize_(model, lz.Int8Weight(), objective="size")
+    lz.save_quantized(model, tmp_path)
+    change(tmp_path, lambda f: f["documents"]["quantization"]["layers"]["0"].pop("channels_last"))
+    found: Any = lz.load_quantized(tmp_path, nn.Sequential(nn.Conv2d(16, 16, 3)))
+    assert found[0].weight.channels_last is False

@@ -6,7 +6,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -217,3 +217,30 @@ def test_the_callers_mode_does_not_reach_the_step(mode) -> None:
 def test_fields_of_another_type_are_named(field, value) -> None:
     with pytest.raises(ConfigError, match=f"{field}: got {value!r}, allowed is a"):
         spec(**{field: value})
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    model.table.requires_grad_(False)
+    for parameter in model.cell.parameters():
+        parameter.requires_grad = not parameter.requires_grad
+    return model
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        frozen,
+        lambda model: frozen(model).bfloat16(),
+        lambda model: frozen(model.bfloat16()),
+        lambda model: frozen(frozen(model)),
+        lambda model: model.requires_grad_(False),
+    ],
+)
+def test_what_build_freezes_of_a_held_model_is_frozen_in_the_forecast_alone(build) -> None:
+    model = Recurrent()
+    model.cell.weight_hh_l0.requires_grad_(False)
+    before = [(x, x.requires_grad) for x in model.parameters()]
+    with suppress(ConfigError):  # nothing is left to train
+        trace_step(functools.partial(build, model), spec())
+    assert [x.requires_grad for x in model.parameters()] == [wanted for _, wanted in before]
+    assert all(x is y for x, (y, _) in zip(model.parameters(), before, strict=True))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ import pytest
 from lezero.core.errors import ConfigError, LeZeroError
 from lezero.serve import template, template_process
 from lezero.serve.template import render
-from lezero.serve.template_process import TEXT, TemplateProcess
+from lezero.serve.template_process import TEXT, Ended, TemplateProcess
 
 MESSAGES = [{"role": "user", "content": "a", "at": 1_700_000_000}, {"role": "b", "content": "c"}]
 MANY = "range(99999)"
@@ -69,6 +71,26 @@ def test_a_template_without_an_end_is_ended(endless: str, impatient: TemplatePro
     with pytest.raises(ConfigError, match=says):
         render(endless, MESSAGES, {})
     assert render("{{ messages[0].role }}", MESSAGES, {}) == "user"
+
+
+@pytest.mark.parametrize("how", ["blocked", "ignored"])
+def test_it_ends_whatever_the_process_does_with_signals(how: str) -> None:
+    before = signal.getsignal(signal.SIGPROF)
+    try:
+        if how == "ignored":
+            signal.signal(signal.SIGPROF, signal.SIG_IGN)
+        else:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+        process = TemplateProcess(seconds=0.2)
+        process.ask(b'["a", [], {}]')
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+        signal.signal(signal.SIGPROF, before)
+    late = threading.Timer(60, process.close)  # so that this fails where it would wait for ever
+    late.start()
+    with pytest.raises(Ended, match=r"does not end within 0\.2 s"):
+        process.ask(json.dumps([ENDLESS[0], [], {}]).encode())
+    late.cancel()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process has no bound here")

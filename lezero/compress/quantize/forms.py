@@ -40,7 +40,7 @@ class LayerForm(Config):
     activation_bits: Literal[8, 16]
     activation_block: Literal[0, 32]
     static: bool
-    channels_last: bool
+    channels_last: bool = False
     shares_with: str | None
 
     @model_validator(mode="after")
