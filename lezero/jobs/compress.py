@@ -22,11 +22,13 @@ from lezero.compress.quantize import (
     save_quantized,
 )
 from lezero.compress.quantize.modules import quantized_layers
+from lezero.compress.quantize.saved import beside_tokenizer
 from lezero.core.errors import ConfigError, FileError, LeZeroError
 from lezero.core.facts import cache_folder
 from lezero.core.log import say
 from lezero.data import EvalLoader, TokenizerConfig, prepare
 from lezero.data.store import IGNORED, TokenRows
+from lezero.data.tokenizer import holds_tokenizer
 from lezero.files.folder import aside, contents
 from lezero.hub.foreign import is_foreign, load_foreign
 from lezero.hub.opened import open_model
@@ -61,6 +63,8 @@ def compress(config: CompressConfig) -> Compressed:
     with aside(cache_folder() / "spill", "tokenizer") as made:  # gone later even if killed
         model, folder = _open(config, made)
         calibration, held = _rows(config, model, folder)
+        tokenizer = folder if holds_tokenizer(folder) else None
+        beside_tokenizer(tokenizer)  # what is wrong there is told before the work
         quantize_(
             model,
             config.scheme,
@@ -81,7 +85,7 @@ def compress(config: CompressConfig) -> Compressed:
         before, after = report.quality_before, report.quality_after
         assert before is not None
         assert after is not None
-        saved = save_quantized(model, config.out, tokenizer_folder=folder, layout=config.layout)
+        saved = save_quantized(model, config.out, tokenizer_folder=tokenizer, layout=config.layout)
         return Compressed(saved, report, before, after)
 
 

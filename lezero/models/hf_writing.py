@@ -67,6 +67,11 @@ def write_hf(
     root = Path(expand_home(folder)).absolute()
     if root.exists() and not root.is_dir():
         raise FileError(f"{root}: is a file; name a folder")
+    if (root / "manifest.json").exists():
+        raise FileError(
+            f"{root}: holds manifest.json, by which other weights would be opened (those of "
+            "lz.save_quantized, or a checkpoint's); name a new folder"
+        )
     data = {**to_hf(config, dtype), **(also or {})}
     copies = tokenizer_files(tokenizer_folder)
     if tokenizer_folder is not None:

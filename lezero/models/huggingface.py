@@ -268,15 +268,15 @@ def _named_ids(folder: Path) -> dict[str, Any]:
         return {}
     tokenizer, settings = (read_json(folder / name) for name in _TOKENIZER_FILES[:2])
     added = {
-        item.get("content"): item.get("id")
+        item["content"]: item.get("id")
         for item in tokenizer.get("added_tokens") or []
-        if isinstance(item, dict)
+        if isinstance(item, dict) and isinstance(item.get("content"), str)
     }
     ids: dict[str, Any] = {}
     for kind in ("bos", "eos", "pad"):
         token = settings.get(f"{kind}_token")
         text = token.get("content") if isinstance(token, dict) else token
-        number = added.get(text)
-        if isinstance(text, str) and isinstance(number, int):
+        number = added.get(text) if isinstance(text, str) else None
+        if isinstance(number, int):
             ids[f"{kind}_token_id"] = number
     return ids

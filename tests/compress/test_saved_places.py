@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ import lezero as lz
 from lezero.compress.quantize import load_quantized, save_quantized, saved
 from lezero.data.tokenizer import bytes_tokenizer
 from lezero.files.folder import aside
-from lezero.models import Transformer, TransformerConfig
+from lezero.hub.opened import open_model
+from lezero.models import Transformer, TransformerConfig, save_hf
 from tests.compress.test_quantize import small, tokens
 
 
@@ -221,3 +223,31 @@ def test_blocks_that_were_dropped_or_added_are_as_many_in_the_folder(
     assert written["num_hidden_layers"] == len(order)
     if layout == "lezero":
         assert torch.equal(logits(load_quantized(tmp_path / "out")), logits(model))
+
+
+def test_other_weights_over_a_quantized_folder_are_refused(tmp_path: Path) -> None:
+    save_quantized(quantized(), tmp_path)
+    with pytest.raises(lz.FileError, match=r"holds manifest\.json.*name a new folder"):
+        save_hf(small(seed=1), tmp_path)
+    load_quantized(tmp_path)
+
+
+def test_other_weights_that_lie_over_a_quantized_folder_are_told(tmp_path: Path) -> None:
+    save_hf(small(seed=1), tmp_path / "other")
+    save_quantized(quantized(), tmp_path / "out")
+    for path in (tmp_path / "other").iterdir():  # as another program's `save_pretrained` does
+        shutil.copy(path, tmp_path / "out")
+    for opens in (load_quantized, open_model, lz.LLM):
+        with pytest.raises(lz.FileError, match=r"two models lie here.*move manifest\.json"):
+            opens(str(tmp_path / "out"))
+    for path in (tmp_path / "out").glob("*"):
+        if path.name == "manifest.json" or path.name.startswith("tensors-"):
+            path.unlink()
+    assert torch.equal(logits(open_model(str(tmp_path / "out"))[0]), logits(small(seed=1)))
+
+
+def test_a_description_that_was_left_beside_float_weights_is_named(tmp_path: Path) -> None:
+    save_hf(small(), tmp_path)
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32}))
+    with pytest.raises(lz.FileError, match=r"quantize_config\.json says.*move quantize_config"):
+        open_model(str(tmp_path))

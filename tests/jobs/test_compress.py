@@ -330,3 +330,25 @@ def test_perplexity_counts_each_target_once() -> None:
 def test_a_filter_without_patterns_is_refused(place: Path, tmp_path: Path) -> None:
     with pytest.raises(lz.ConfigError, match=r"filter: .*no pattern in it"):
         CompressConfig.parse(settings(place, tmp_path, filter=[]))
+
+
+def test_a_model_without_a_tokenizer_takes_the_one_of_the_data(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "model", tmp_path / "bare")
+    for path in (tmp_path / "bare").glob("*token*"):
+        path.unlink()
+    data = {**settings(place, tmp_path)["data"], "tokenizer": {"folder": str(place / "tokenizer")}}
+    made = settings(place, tmp_path, model=str(tmp_path / "bare"), data=data)
+    found = compress(CompressConfig.parse(made))
+    assert isinstance(lz.load_quantized(found.folder), Transformer)
+    assert not list(found.folder.glob("*token*"))
+
+
+def test_what_is_wrong_beside_the_tokenizer_is_told_before_the_work(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(place / "model", tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    monkeypatch.setattr("lezero.jobs.compress.quantize_", lambda *_, **__: pytest.fail("too late"))
+    made = settings(place, tmp_path, model=str(tmp_path / "model"))
+    with pytest.raises(lz.FileError, match="generation_config"):
+        compress(CompressConfig.parse(made))

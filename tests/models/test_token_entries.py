@@ -60,3 +60,13 @@ def test_what_config_json_alone_says_travels_too(tmp_path: Path) -> None:
     (source / "generation_config.json").write_text("{}")  # the other does not count beside it
     save_hf(small(), tmp_path / "last", tokenizer_folder=source)
     assert "repetition_penalty" not in json.loads((tmp_path / "last/config.json").read_text())
+
+
+def test_names_of_tokens_that_are_no_text_are_left_out(tmp_path: Path) -> None:
+    added = {"added_tokens": [{"id": 3, "content": "<end>"}, {"id": 4, "content": ["x"]}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(added))
+    named = {"eos_token": ["<end>"], "pad_token": {"content": {}}, "bos_token": "<end>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    found = json.loads((save_hf(small(), tmp_path / "out", tmp_path) / "config.json").read_text())
+    assert found["bos_token_id"] == 3
+    assert {found.get("eos_token_id"), found.get("pad_token_id")} == {None}

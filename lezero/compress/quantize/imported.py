@@ -207,7 +207,13 @@ def _layers(
         if 4 * shape.numel() > _LARGE:  # codes as they are unpacked
             give_back_free_blocks()
     if not found:
-        raise FileError(f"{root}: described as {about.quant_method}, but no layer is quantized")
+        beside = described_beside(root)
+        by = "config.json" if beside is None else beside.name
+        raise FileError(
+            f"{root}: {by} says that layers are quantized by {about.quant_method}, and none is; "
+            "if float weights were saved over a quantized model's, "
+            + ("copy their config.json again" if beside is None else f"move {by} away")
+        )
     if disputed:
         _warn_of_zeros(disputed, about, root)
     return found

@@ -38,6 +38,7 @@ from lezero.compress.quantize.weights import QuantizedWeight
 from lezero.core.errors import FileError, OrderError
 from lezero.core.interrupts import held_interrupts
 from lezero.core.paths import expand_home
+from lezero.data.special import read_object
 from lezero.files import Form, Generation, read_generation
 from lezero.models import Transformer, TransformerConfig
 
@@ -73,6 +74,7 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
             )
     if not (root / MANIFEST).is_file():
         return import_quantized(root, model)
+    _check_described(root)
     known = read_generation(root, select=lambda name: False)
     layers = _layers(known, root)
     if model is None:
@@ -108,6 +110,20 @@ def is_quantized_folder(folder: str | os.PathLike[str]) -> bool:
     if not isinstance(data, dict):
         return False
     return data.get("quantization_config") is not None or described_beside(root) is not None
+
+
+def _check_described(root: Path) -> None:
+    """Raises `FileError` where other weights were saved over a quantized model's folder: their
+    writer left the manifest, and the model before would be opened."""
+    config = root / "config.json"
+    about = read_object(config).get("quantization_config") if config.is_file() else None
+    method = about.get("quant_method") if isinstance(about, Mapping) else None
+    if config.is_file() and method != "lezero":
+        raise FileError(
+            f"{root}: two models lie here: {MANIFEST} is of one that lz.save_quantized wrote, and "
+            "config.json of another, written over it; to keep the other, move "
+            f"{MANIFEST} and tensors-*.safetensors away; to keep the quantized one, write it again"
+        )
 
 
 def _layers(known: Generation, root: Path) -> dict[str, dict[str, Any]]:

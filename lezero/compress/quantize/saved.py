@@ -78,13 +78,11 @@ def save_quantized(
     _check_target(root, layout)
     if layout == "compressed-tensors":
         return export_compressed_tensors(model, root, tokenizer_folder)
-    copies = [(path, path.name) for path in tokenizer_files(tokenizer_folder)]
-    copies += sentence_files(tokenizer_folder)
+    copies, said = beside_tokenizer(tokenizer_folder)
     documents: dict[str, Any] = {
         DOCUMENT: {"format": FORMAT, "readable_from": READABLE_FROM, "layers": layers}
     }
     config = _config_json(model)
-    said = {} if tokenizer_folder is None else token_entries(Path(expand_home(tokenizer_folder)))
     if isinstance(model, Transformer):
         documents["model"] = model.actual_config.to_dict()
         config |= said
@@ -102,6 +100,17 @@ def save_quantized(
     except OSError as error:
         raise cannot_write(root, error) from error
     return root
+
+
+def beside_tokenizer(
+    folder: str | os.PathLike[str] | None,
+) -> tuple[list[tuple[Path, str]], dict[str, Any]]:
+    """What comes along from a tokenizer's folder: files, with where each goes, and entries of
+    config.json; none of None. `FileError` where it holds no tokenizer, or one that is damaged."""
+    if folder is None:
+        return [], {}
+    copies = [(path, path.name) for path in tokenizer_files(folder)] + sentence_files(folder)
+    return copies, token_entries(Path(expand_home(folder)))
 
 
 def _write_beside(
