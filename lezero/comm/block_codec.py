@@ -5,7 +5,7 @@
 | `int8:B` | 8 + 16/B | max / 252 |
 | `int4:B` | 4 + 16/B | max / 13.8 |
 | `sign:B` | 1 + 16/B | the distance of the magnitude to its block's mean |
-| `2:4-bf16` | 9 | 1/256 of it; two of each four become 0 |
+| `2:4-bf16` | 9 | 1/256 of it, or 2⁻¹³⁴; two of each four become 0 |
 | `2:4-int8:B` | 5 + 16/B | max / 252; two of each four become 0 |
 | `2:4-int4:B` | 3 + 16/B | max / 13.8; two of each four become 0 |
 

@@ -4,7 +4,7 @@
 |---|---|---|
 | `none` | 32 | exactly (fp32) |
 | `fp16` | 16 | 1/2048 of the value, or 2⁻²⁵; from 65520 on infinity |
-| `bf16` | 16 | 1/256 of the value |
+| `bf16` | 16 | 1/256 of the value, or 2⁻¹³⁴ |
 """
 
 from __future__ import annotations

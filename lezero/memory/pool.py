@@ -131,9 +131,9 @@ class HostPool:
     """
 
     def __init__(self, memory_limit: int, share: float = 0.25) -> None:
-        if not 0 < share <= 1:
-            raise ConfigError(f"pool share: got {share}, allowed is above 0 and at most 1")
-        if not isinstance(memory_limit, int) or memory_limit < 0:
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"pool share: got {share!r}, allowed is above 0 and at most 1")
+        if type(memory_limit) is not int or memory_limit < 0:
             allowed = "allowed is a whole number of bytes, as 8 << 30"
             raise ConfigError(f"pool memory_limit: got {memory_limit!r}, {allowed}")
         self.bound = int(memory_limit * share)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lezero as lz
+from lezero.compress.quantize import speed
 from lezero.compress.quantize.batch_norm import FoldedBatchNorm, fold_batch_norms_
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.spill import Spill
@@ -229,3 +230,32 @@ def test_a_batch_norm_whose_attributes_are_read_stays() -> None:
         made = quantized(ReadsBatchNorm(always=False).eval(), lz.Int8WeightActivation(), data)
         with pytest.raises(AttributeError, match=r"'weight': .*fold_batch_norm=False"):
             made.train()(data[0])
+
+
+@pytest.mark.parametrize("objective", ["size", "speed"])
+def test_a_norm_with_the_batchs_own_statistics_is_none_to_fold(objective: Any) -> None:
+    """Left in training mode on purpose, in a model that answers."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)).eval()
+    model[1].train()
+    x = torch.randn(4, 3, 8, 8) * 3 + 2
+    with torch.no_grad():
+        wanted = model(x)
+    kept = {name: value.clone() for name, value in model[1].state_dict().items()}
+    lz.quantize_(model, lz.Int8WeightActivation(), data=[x], objective=objective)
+    told = lz.quantization_report(model).quality_after
+    assert (model.training, model[1].training) == (False, True)
+    assert all(torch.equal(value, kept[name]) for name, value in model[1].state_dict().items())
+    assert told is not None
+    with torch.no_grad():
+        found = model(x)
+    assert (found - wanted).norm() / wanted.norm() < 0.02
+    assert told < 0.02
+
+
+def test_a_budget_of_a_model_that_stays_as_it_was_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed.LayerSpeed, "keeps", lambda *_: False)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)).eval()
+    model[1].running_mean.normal_()
+    x = torch.randn(4, 3, 8, 8)
+    lz.quantize_(model, lz.Int8WeightActivation(), data=[x], budget=0)
+    assert [layer.form for layer in lz.quantization_report(model).layers] == ["as it was"]

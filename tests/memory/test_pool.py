@@ -128,12 +128,13 @@ def test_the_last_pool_that_ends_switches_it_off():
     assert run(code) == [True, False]
 
 
-def test_bad_share():
-    with pytest.raises(ConfigError, match="share: got 0"):
-        HostPool(1 << 30, share=0)
+@pytest.mark.parametrize("share", [0, 1.5, "a", None, True, float("nan")])
+def test_bad_share(share):
+    with pytest.raises(ConfigError, match=f"share: got {share!r}, allowed is"):
+        HostPool(1 << 30, share=share)
 
 
-@pytest.mark.parametrize("limit", [-1, "1G", None])
+@pytest.mark.parametrize("limit", [-1, "1G", None, True])
 def test_bad_limit(limit):
     with pytest.raises(ConfigError, match=f"memory_limit: got {limit!r}, allowed is"):
         HostPool(limit)

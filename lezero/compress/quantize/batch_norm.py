@@ -104,9 +104,9 @@ def _pairs(model: nn.Module, batches: list[Batch], spill: Spill) -> list[tuple[A
 
 
 def _is_foldable(module: nn.Module) -> bool:
-    """A batch norm of the plain kind, with statistics."""
+    """A batch norm of the plain kind that computes with the statistics that it keeps."""
     plain = type(module) in FOLDABLE and "forward" not in module.__dict__
-    return plain and module.running_mean is not None
+    return plain and module.running_mean is not None and not module.training
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from lezero.compress.quantize.tensors import nbytes
 from lezero.core.errors import ConfigError, LeZeroError
 from lezero.core.facts import memory
 from lezero.core.interrupts import let_in, passed_on_at
-from lezero.nn.modes import evaluating
+from lezero.nn.modes import OWN_STATISTICS, evaluating
 from lezero.report.units import size
 
 Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -204,7 +204,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
             config.use_cache = False
         # What is made here may be trained around later, whatever mode the caller is in.
         with (
-            evaluating(model),
+            evaluating(model, OWN_STATISTICS),
             torch.inference_mode(False),
             torch.no_grad(),
             torch.random.fork_rng(devices=places),

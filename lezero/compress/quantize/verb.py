@@ -38,7 +38,7 @@ from lezero.core import device, ledger
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.core.interrupts import held_interrupts, let_in, passed_on_at
-from lezero.nn.modes import evaluating, uncompiled
+from lezero.nn.modes import OWN_STATISTICS, evaluating, uncompiled
 
 Model = TypeVar("Model", bound=nn.Module)
 # How much slower the whole may look before it counts: two runs of one model differ by as much.
@@ -219,7 +219,8 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
                 "the shapes of the model's outputs depend on values, and are others now: not "
                 "comparable; metric= measures such a model"
             )
-        check_budget(request, measure, journal, rescaled=work.scaling.done, folded=work.folded)
+        if quantized_layers(model):  # else all is undone, folded norms too
+            check_budget(request, measure, journal, rescaled=work.scaling.done, folded=work.folded)
     if batches is not None:
         report.seconds_after = _seconds(model, batches[0])
         if request.objective == "speed" and quantized_layers(model):
@@ -340,7 +341,7 @@ def _refuse_lost(optimizer: torch.optim.Optimizer | None, leaving: dict[int, str
 
 def _rated(metric: Metric, model: nn.Module) -> float:
     # It may leave the model in training mode, as code that measures in mid-training does.
-    with passed_on_at(1), evaluating(model):
+    with passed_on_at(1), evaluating(model, OWN_STATISTICS):
         value: Any = metric(model)
     try:
         number = float(value)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _SILENT_S = 1.0
 """For a client to ask whole; after that it gives way."""
+_SHOWN = 200
+"""Letters of what breaks HTTP's rules."""
 _BEHIND = 1 << 16
 """Bytes that may wait behind the request that is being answered."""
 
@@ -79,10 +81,11 @@ class _Limited:
         import h11
 
         if not _answered(self.cycle):
-            body = as_json(Problem(400, msg).body())
+            status, msg = self.conn.refused or (400, msg)
+            body = as_json(Problem(status, msg).body())
             sent = b"" if not self._between() and self.scope["method"] == "HEAD" else body
             kind = [("content-type", JSON), ("content-length", str(len(body)))]
-            head = h11.Response(status_code=400, headers=[*kind, ("connection", "close")])
+            head = h11.Response(status_code=status, headers=[*kind, ("connection", "close")])
             for event in (head, h11.Data(data=sent), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
         self.transport.close()
@@ -103,11 +106,13 @@ class _Limited:
 
 
 def _reader() -> type[Any]:
-    """h11's connection that ignores what is no request; see [Note: bytes behind a request]."""
+    """h11's connection that ignores what is no request, see [Note: bytes behind a request], and
+    knows what it refused: the status to answer with, and why."""
     import h11
 
     class Reader(h11.Connection):
         dropped = 0
+        refused: tuple[int, str] | None = None
 
         def next_event(self) -> Any:
             buffer = self._receive_buffer
@@ -117,7 +122,14 @@ def _reader() -> type[Any]:
             elif self.their_state is h11.MUST_CLOSE:
                 self.dropped += len(buffer)
                 buffer.maybe_extract_at_most(len(buffer))
-            return super().next_event()
+            try:
+                return super().next_event()
+            except h11.RemoteProtocolError as error:
+                long = error.error_status_hint == 431
+                why = f"more than {self._max_incomplete_event_size} bytes of headers"
+                why = why if long else str(error)[:_SHOWN]
+                self.refused = error.error_status_hint, f"this is no HTTP request: {why}"
+                raise
 
     return Reader
 

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -257,7 +258,18 @@ def _no_number(text: str) -> NoReturn:
     raise Problem(400, f"the body is not JSON: {text} is no JSON number")
 
 
-_READER = json.JSONDecoder(parse_constant=_no_number)
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Python's reader would take the last of values under one name, and pass over the others."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise Problem(
+            400, f"the body has {twice[:80]!a} twice in one object; leave one of them out"
+        )
+    return found
+
+
+_READER = json.JSONDecoder(parse_constant=_no_number, object_pairs_hook=_object)
 
 
 def _check(found: object) -> None:

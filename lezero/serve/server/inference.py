@@ -140,7 +140,10 @@ def _from_tensors(body: bytes) -> dict[str, Tensor]:
 
     try:
         return load(body)
-    except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as error:
+    except KeyError as error:  # of the table of types
+        problem = f"inputs: the body has a tensor of type {error}, which is not read here; send "
+        raise Problem(400, f"{problem}another one", param="inputs") from None
+    except (SafetensorError, ValueError, RuntimeError, TypeError) as error:
         said = str(error).partition("\n")[0]  # torch adds its own trace
         raise Problem(400, f"the body is no safetensors: {said}") from None
 

@@ -194,3 +194,13 @@ def test_rows_of_unlike_shapes_are_told_of() -> None:
     with pytest.raises(Problem, match=r"rows of output y are \(4,\) and \(8,\)") as found:
         told_outputs(rows, False, JSON)
     assert found.value.status == 500
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "says"),
+    [("F4", 1, "inputs: .* of type 'F4', which"), ("other", 2, "no safetensors: .*other")],
+)
+def test_a_tensor_of_a_type_that_is_not_read_is_told(kind: str, size: int, says: str) -> None:
+    head = json.dumps({"a": {"dtype": kind, "shape": [2], "data_offsets": [0, size]}}).encode()
+    with pytest.raises(Problem, match=says):
+        _from_tensors(len(head).to_bytes(8, "little") + head + size * b"1")

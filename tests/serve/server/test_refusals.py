@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import openai
@@ -10,6 +11,7 @@ import pytest
 from lezero.core.errors import ConfigError
 from lezero.serve.sampling import SamplingParams
 from lezero.serve.server.asked import read_asked
+from lezero.serve.server.exchange import parse
 from lezero.serve.server.problem import Problem, refused
 from tests.serve.server.running import Client, read_all, serving, slow_steps, small_llm, until
 
@@ -98,6 +100,31 @@ def test_a_health_check_needs_no_host() -> None:
         assert answer(client, b"GET /health HTTP/1.0\r\nhost:") == b"HTTP/1.1 421"
         assert answer(client, b"GET http://evil.example/health HTTP/1.0") == b"HTTP/1.1 421"
         assert answer(client, b"GET /health HTTP/1.1") == b"HTTP/1.1 400"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "says"),
+    [
+        (b"", 400, "Missing mandatory Host: header"),
+        (b"host: localhost\r\ncontent-length: abc\r\n", 400, "bad Content-Length"),
+        (b"host: localhost\r\nX : a\r\n", 400, "illegal header line"),
+        (b"host: localhost\r\n" + 60_000 * b"x: a\r\n", 431, "more than 65536 bytes of headers"),
+    ],
+)
+def test_what_is_no_http_is_told_why(headers: bytes, status: int, says: str) -> None:
+    with serving(small_llm()) as client, client.connect() as made:
+        with suppress(ConnectionError):  # answered before all of it was sent
+            made.sendall(b"POST /v1/completions HTTP/1.1\r\n" + headers + b"\r\n")
+        found = read_all(made).decode()
+        assert found.startswith(f"HTTP/1.1 {status} ")
+        assert f"this is no HTTP request: {says}" in found
+
+
+def test_a_name_that_a_body_has_twice_is_refused() -> None:
+    for body in (b'{"prompt": "x", "prompt": "y"}', b'{"a": [{"b": 1, "c": 2, "b": 1}]}'):
+        with pytest.raises(Problem, match=r"^the body has '(prompt|b)' twice in one object"):
+            parse(body)
+    assert parse(b'{"a": {"a": 1}, "b": [{"a": 1}, {"a": 2}]}')["a"] == {"a": 1}
 
 
 def test_a_queue_with_too_little_room_says_how_much_there_is() -> None:
