@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import openai
@@ -108,13 +107,13 @@ def test_a_health_check_needs_no_host() -> None:
         (b"", 400, "Missing mandatory Host: header"),
         (b"host: localhost\r\ncontent-length: abc\r\n", 400, "bad Content-Length"),
         (b"host: localhost\r\nX : a\r\n", 400, "illegal header line"),
-        (b"host: localhost\r\n" + 60_000 * b"x: a\r\n", 431, "more than 65536 bytes of headers"),
+        # Without an end, and little too long: what nobody has read would reset the connection.
+        (b"host: localhost\r\nx: " + 65_536 * b"a", 431, "more than 65536 bytes of headers"),
     ],
 )
 def test_what_is_no_http_is_told_why(headers: bytes, status: int, says: str) -> None:
     with serving(small_llm()) as client, client.connect() as made:
-        with suppress(ConnectionError):  # answered before all of it was sent
-            made.sendall(b"POST /v1/completions HTTP/1.1\r\n" + headers + b"\r\n")
+        made.sendall(b"POST /v1/completions HTTP/1.1\r\n" + headers + b"\r\n")
         found = read_all(made).decode()
         assert found.startswith(f"HTTP/1.1 {status} ")
         assert f"this is no HTTP request: {says}" in found
