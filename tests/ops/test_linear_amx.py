@@ -23,6 +23,7 @@ from lezero.core.errors import ConfigError
 from lezero.core.facts import instruction_sets
 from lezero.ops.build import BuildError
 from lezero.ops.linear import Packed, amx, linear_rounded, native, pack_bf16, reference
+from lezero.ops.linear.layout import unpack
 from lezero.ops.native import Kernel, Native
 from tests.ops import test_linear
 from tests.ops.conformance import Args, OpConformance, fresh
@@ -91,10 +92,31 @@ def test_weights_rounded_as_they_are_read() -> None:
         bits, group = draw.choice([4, 8]), draw.choice([0, 32, 64, 96, 128])
         x = seeded(M, K).bfloat16()
         weight = packed(N, K, bits, group, draw.random() < 0.5, draw.choice(FLOATS))
-        sizes = (N, bits, group, 16, 0, True)
-        found = ops.linear_int(x, *weight, seeded(N), None, *sizes)
-        whole = pack_bf16(reference.dequantize_packed(weight, N, K, bits, group))
-        assert torch.equal(found, ops.linear_bf16(x, whole, seeded(N), N)), (M, N, K, sizes)
+        sizes, bias = (N, bits, group, 16, 0, True), seeded(N)
+        found = ops.linear_int(x, *weight, bias, None, *sizes)
+        if group:
+            whole = pack_bf16(reference.dequantize_packed(weight, N, K, bits, group))
+            wanted = ops.linear_bf16(x, whole, bias, N)
+        else:  # products with whole codes, and the scale of each row on their sums
+            codes = weight._replace(scale=torch.ones_like(weight.scale))
+            whole = pack_bf16(reference.dequantize_packed(codes, N, K, bits, 0))
+            scale = unpack(weight, N, K, bits=bits, group=0)[1].float().T
+            sums = ops.linear_bf16(x.float(), whole, None, N)
+            wanted = (sums * scale + bias).bfloat16()
+        assert torch.equal(found, wanted), (M, N, K, sizes)
+        plain = reference.linear_rounded(x, weight, bias, N, bits, group)
+        torch.testing.assert_close(found, plain, rtol=2e-2, atol=2e-2)
+
+
+@needs_avx512
+def test_a_scale_a_row_costs_no_rounding_of_weights() -> None:
+    """Which would lose as much again as 8 bits do."""
+    ops, N, K = EMULATED.load(EMULATED.kernels[0]), 64, 500
+    x, weight = seeded(130, K).bfloat16(), packed(N, K, 8, 0, False, torch.float32)
+    found = ops.linear_int(x, *weight, None, None, N, 8, 0, 16, 0, True)
+    whole = reference.dequantize_packed(weight, N, K, 8, 0).double()
+    exact = (x.double() @ whole.T).float()
+    assert (found != exact.bfloat16()).float().mean() < 0.01  # but for sums beside a tie
 
 
 @needs_avx512

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from lezero.ops.decoder.weights import Ending, LayerWeights, Weight
 from lezero.ops.linear import reference as linear
-from lezero.ops.linear.layout import pack_bf16
 
 if TYPE_CHECKING:
     from lezero.ops.decoder.op import BlockCache, Shape
@@ -77,9 +76,8 @@ def multiply_rounded(x_TK: Tensor, weight: Weight) -> Tensor:
     """The same with the weight and x rounded to bf16."""
     if weight.bits == 16:
         return multiply(x_TK, weight)
-    N, sizes = weight.out_features, (weight.in_features, weight.bits, weight.group)
-    packed = pack_bf16(linear.dequantize_packed(weight.packed, N, *sizes))
-    return linear.linear_bf16(x_TK.bfloat16(), packed, weight.bias, N)
+    sizes = (weight.out_features, weight.bits, weight.group)
+    return linear.linear_rounded(x_TK, weight.packed, weight.bias, *sizes)
 
 
 def attention(

@@ -178,12 +178,14 @@ INLINE floats bias_at(const lezero_linear *l, int64_t first) {
 }
 
 /* finish() of bf16 sums for bf16: a pair of panels is a line of a row. */
-static void finish_line(const lezero_linear *l, const token_tile *t, const panel_pair *p, int64_t first,
-                        const found_tile *f) {
+static void finish_line(const lezero_linear *l, const workspace *w, const token_tile *t,
+                        const panel_pair *p, int64_t first, const found_tile *f) {
   const floats low = bias_at(l, p->first), high = bias_at(l, p->first + 16);
+  const floats scale[2] = {row_scale(l, w, p->scale[0]), row_scale(l, w, p->scale[1])};
   uint16_t *to = (uint16_t *)l->out + (first + t->row) * l->N + p->first;
   for (int64_t r = 0; r < t->rows; r++, to += l->N) {
-    const floats v = sum_of(f->sum[r][0], low), u = sum_of(f->sum[r][1], high);
+    const floats v = sum_of(product(f->sum[r][0], scale[0]), low);
+    const floats u = sum_of(product(f->sum[r][1], scale[1]), high);
     _mm512_storeu_si512(to, (ints)_mm512_cvtne2ps_pbh(u, v));
   }
 }
@@ -212,13 +214,15 @@ static void add_start(const token_tile *t, found_tile *f) {
 /* [Note: gated outputs]
  * Gates and what they gate are multiplied as a pair of panels, and what comes of them goes where the next
  * product reads it as tile `tile` of its tokens: half a line of a row. */
-static void finish_gated(const lezero_linear *l, int64_t tile, const token_tile *t, const panel_pair *p,
-                         const found_tile *f) {
+static void finish_gated(const lezero_linear *l, const workspace *w, int64_t tile, const token_tile *t,
+                         const panel_pair *p, const found_tile *f) {
   const int64_t F = l->N / 2;
+  const floats scale[2] = {row_scale(l, w, p->scale[0]), row_scale(l, w, p->scale[1])};
   const floats low = bias_at(l, p->first), high = bias_at(l, F + p->first);
   char *to = (char *)l->out + tile * LINE_ROWS * F * 2 + p->first / 32 * TILE_BYTES + p->first % 32 * 2;
   for (int64_t r = 0; r < t->rows; r++, to += LINE) {
-    const floats gate = sum_of(f->sum[r][0], low), up = sum_of(f->sum[r][1], high);
+    const floats gate = sum_of(product(f->sum[r][0], scale[0]), low);
+    const floats up = sum_of(product(f->sum[r][1], scale[1]), high);
     write16(to, LEZERO_BF16, 0, 16, product(silu(gate), up));
   }
 }
@@ -226,8 +230,8 @@ static void finish_gated(const lezero_linear *l, int64_t tile, const token_tile 
 static void finish_tile(const lezero_linear *l, const workspace *w, int64_t tile, const token_tile *t,
                         const panel_pair *p, int64_t first, found_tile *f) {
   const int line = l->x_type == LEZERO_BF16 && p->outputs[1] == 16;
-  if (l->gated) finish_gated(l, tile, t, p, f);
-  else if (w->parts && line) finish_line(l, t, p, first, f);
+  if (l->gated) finish_gated(l, w, tile, t, p, f);
+  else if (w->parts && line) finish_line(l, w, t, p, first, f);
   else if (w->whole && line) finish_whole_line(l, t, p, first, f);
   else {
     if (w->whole) add_start(t, f);

@@ -71,8 +71,8 @@ def linear_int(
     fixed point, to 1.6e-5 of the block's largest (`ops/quantize/tokens.py`); 8 rounds each token to
     int8 (W8A8, W4A8), with its own scale or with `x_scale` (one element) for all; with `x_block`
     as many of its inputs share a scale: 32, 64 or 128, which divides the group. `may_round`:
-    many tokens in bf16 may be multiplied as they are, with the weight rounded to bf16, where this
-    is faster: with AMX, as `linear_rounded` does; how many are enough depends on the form. Raises
+    many tokens in bf16 may be multiplied as they are, with the weight as `linear_rounded` takes it,
+    where this is faster: with AMX; how many are enough depends on the form. Raises
     `ConfigError` for shapes, dtypes and devices that do not fit. Differentiable in x and bias, as
     if x had not been rounded.
 
@@ -131,7 +131,8 @@ def linear_rounded(
     x: Tensor, packed: Packed, bias: Tensor | None, *, out_features: int, bits: int, group: int = 0
 ) -> Tensor:
     """x wᵀ + bias with the weight of `pack` rounded to bf16 as it is read, x and the result bf16:
-    `linear_bf16` of the dequantized weight. With AMX only, where it suits many tokens; elsewhere a
+    `linear_bf16` of the dequantized weight; with a scale a row nothing is rounded, codes being
+    multiplied and their sums scaled. With AMX only, where it suits many tokens; elsewhere a
     `ConfigError`. Not differentiable.
     """
     check_devices("linear_rounded", x=x, **packed._asdict(), bias=bias)

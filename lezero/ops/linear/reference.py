@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lezero.ops.linear import rows
-from lezero.ops.linear.layout import Packed, eights, in_rows, unpack, unpack_bf16
+from lezero.ops.linear.layout import Packed, eights, in_rows, pack_bf16, unpack, unpack_bf16
 from lezero.ops.quantize.tokens import (
     fixed_point,
     fp8_tokens,
@@ -53,6 +53,23 @@ def linear_bf16(x_MK: Tensor, weight: Tensor, bias: Tensor | None, out_features:
         # An infinity has no remainder: it would turn into a NaN.
         out = out + torch.where(torch.isfinite(high), low, 0.0) @ w_NK.T
     return (out if bias is None else out + bias.float()).to(x_MK.dtype)
+
+
+def linear_rounded(
+    x_MK: Tensor, packed: Packed, bias: Tensor | None, out_features: int, bits: int, group: int
+) -> Tensor:
+    """(M, N) in bf16: `linear_bf16` of the dequantized weight. With a scale a row, whose codes less
+    zero points bf16 holds, of these, and the sums are scaled."""
+    sizes = (out_features, x_MK.shape[1], bits, group)
+    x_MK = x_MK.bfloat16()
+    if group:
+        weight = pack_bf16(dequantize_packed(packed, *sizes))
+        return linear_bf16(x_MK, weight, bias, out_features)
+    codes = Packed(packed.weight, torch.ones_like(packed.scale), packed.zero)
+    whole = pack_bf16(dequantize_packed(codes, *sizes))
+    sums_MN = linear_bf16(x_MK.float(), whole, None, out_features)
+    scale_N1 = unpack(packed, *sizes[:2], bits=bits, group=group)[1].float()
+    return finish(sums_MN, scale_N1.T, bias, torch.bfloat16)
 
 
 def linear_int(

@@ -57,14 +57,14 @@ static void __attribute__((noinline)) finish(const lezero_linear *l, const works
   const int token_scale = !in_bf16(l) && !w->fine;
   floats scale[2], bias[2];
   for (int i = 0; i < 2; i++) {
-    scale[i] = w->whole ? read16(p->scale[i], l->scale_type, 0, 16) : all_floats(1);
+    scale[i] = row_scale(l, w, p->scale[i]);
     bias[i] = l->bias && p->outputs[i] ? read16(l->bias, LEZERO_FP32, p->first + 16 * i, p->outputs[i])
                                        : all_floats(0);
   }
   for (int64_t r = 0; r < t->rows; r++) {
     for (int i = 0; i < 2 && p->outputs[i]; i++) {
       floats v = w->whole ? float_of(f->count[r][i]) : f->sum[r][i];
-      if (token_scale) v = product(v, product(all_floats(t->scale[r]), scale[i]));
+      v = product(v, token_scale ? product(all_floats(t->scale[r]), scale[i]) : scale[i]);
       if (l->bias) v = sum_of(v, bias[i]);
       write16(l->out, l->x_type, (first + t->row + r) * l->N + p->first + 16 * i, p->outputs[i], v);
     }
