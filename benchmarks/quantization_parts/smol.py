@@ -75,7 +75,7 @@ def _smol(place: str) -> tuple[nn.Module, Tensor, Tensor]:
     def encode(text: str) -> list[int]:
         return list(tokenizer(text)["input_ids"])
 
-    return model, windows(encode, 16, 512, held=False), windows(encode, 12, 512, held=True)
+    return model, windows(encode, 16, 512, held=False), windows(encode, 48, 512, held=True)
 
 
 def _tiny() -> tuple[nn.Module, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lezero.core import device
-from lezero.plan.trace import Call, TensorFact
+from lezero.plan.calls import Call, TensorFact
 from lezero.plan.work import input_bytes
 
 _ARENA_BYTES = 96 << 20

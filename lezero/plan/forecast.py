@@ -151,7 +151,7 @@ def forecast(
     tensors.
     """
     started = time.perf_counter()
-    _check(spec, hardware)
+    _check(spec, hardware, budget_s)
     limit = free_bytes(spec) if limit_bytes is None else whole("limit_bytes", limit_bytes)
     times = OpTimes.of_this_machine(spec)
     trace, attention, (seconds, time_parts) = _fastest(build, spec, times, budget_s)
@@ -189,7 +189,7 @@ def forecast(
     )
 
 
-def _check(spec: Any, hardware: Any) -> None:
+def _check(spec: Any, hardware: Any, budget_s: Any) -> None:
     if not isinstance(spec, StepSpec):
         raise ConfigError(
             f"spec: got {spec!r}, allowed is a StepSpec, as StepSpec(batch=8, tokens=256)"
@@ -199,6 +199,8 @@ def _check(spec: Any, hardware: Any) -> None:
             f"hardware: got {hardware!r}, allowed is what lezero.profiler.hardware() returns: "
             "times are measured on this machine, so leave it out, or run the forecast on the other"
         )
+    if isinstance(budget_s, bool) or not isinstance(budget_s, int | float) or not budget_s >= 0:
+        raise ConfigError(f"budget_s: got {budget_s!r}, allowed are seconds from 0 on")
 
 
 def _fastest(

@@ -28,9 +28,9 @@ import torch
 from lezero.core import device, facts
 from lezero.memory import HostPool
 from lezero.plan.arguments import argument_sets, release
+from lezero.plan.calls import Call, TensorFact
 from lezero.plan.scratch import scratch_of
 from lezero.plan.spec import StepSpec
-from lezero.plan.trace import Call, TensorFact
 from lezero.plan.work import ACCELERATOR, HOST, roughly, shrink, small_enough, work_bytes
 
 FORMAT = 4

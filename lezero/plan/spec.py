@@ -84,6 +84,12 @@ class StepSpec:
         if self.attention not in ATTENTIONS:
             allowed = ", ".join(ATTENTIONS)
             raise ConfigError(f"attention: got '{self.attention}', allowed is {allowed}")
+        for name in ("pool", "clip", "saves"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name}: got {value!r}, allowed is True or False")
+        for name in ("optimizer", "loss", "inputs"):
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise ConfigError(f"{name}: got {value!r}, allowed is a function or None")
         if self.zero is not None and not isinstance(self.zero, Zero):
             raise ConfigError(f"zero: got {self.zero!r}, allowed is a Zero, as Zero(stage=2)")
         if not isinstance(self.wire, Wire):

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -29,6 +28,7 @@ from lezero.comm.choice import Exchange
 from lezero.core.errors import ConfigError
 from lezero.ops.attention import FastAttention
 from lezero.ops.attention.mode import backward
+from lezero.plan.calls import Call, plain, real, tensors, text
 from lezero.plan.faking import built, faking, stage
 from lezero.plan.kinds import ACTIVATION, BUFFER, GRADIENT, OPTIMIZER, PARAMETER, TEMPORARY
 from lezero.plan.lstm import LSTM, with_workspace
@@ -40,37 +40,7 @@ from lezero.profiler.untouched import untouched
 _SKIPPED = {"prim.device.default", "aten.detach.default"}
 _ITEM = "aten._local_scalar_dense.default"
 _SILENT = ("profiler.", "prim.")
-
-
-@dataclass(frozen=True)
-class TensorFact:
-    """Shape, stride and dtype of a tensor argument."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that reading every element once moves (an expanded dim is read once)."""
-        count = 1
-        for size, stride in zip(self.shape, self.stride, strict=True):
-            count *= size if stride else 1
-        return count * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Call:
-    """One distinct operation: tensors in `args` and `kwargs` are `TensorFact`s.
-
-    outputs: what it returns; empty for operations that only write into their arguments.
-    """
-
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(hash=False)
-    key: str
-    outputs: tuple[TensorFact, ...] = field(default=(), hash=False)
+_READS = 16  # numbers that an optimizer may read for each parameter: a loop until one is small ends
 
 
 @dataclass
@@ -155,11 +125,19 @@ class Recorder(TorchDispatchMode):
         self._to_fake = to_fake
         self.kind = BUFFER
         self.phase: str | None = None
+        self.reads = 0
+        """How many numbers may still be read from tensors; see `_number`."""
         self._blocks: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._known: dict[int, tuple[Any, int]] = {}
 
     def adopt(self, tensor: torch.Tensor, kind: str) -> bool:
         """Counts the tensor's storage, or renames its kind; True when it is new."""
+        if tensor.layout != torch.strided:
+            kind = str(tensor.layout).removeprefix("torch.")
+            raise ConfigError(
+                f"no forecast: a tensor of the step is {kind}, whose size its values decide, as "
+                "gradients of nn.Embedding(sparse=True) are; with sparse=False it has one"
+            )
         storage = tensor.untyped_storage()
         found = self._known.get(storage._cdata)
         if found is not None:
@@ -195,23 +173,26 @@ class Recorder(TorchDispatchMode):
         name = str(func)
         if name in _SKIPPED or name.startswith(_SILENT):
             return func(*args, **kwargs)
-        if not name.startswith("aten.lift") and any(map(_real, _tensors([args, *kwargs.values()]))):
+        if not name.startswith("aten.lift") and any(map(real, tensors([args, *kwargs.values()]))):
             if name == _ITEM:
                 with _disable_current_modes():
                     return func(*args)
             # The fake mode would compute with real tensors, and write to them.
             args, kwargs = tree_map(self._unreal, (args, kwargs))
+        if name == _ITEM and self.reads:
+            self.reads -= 1
+            return _number(args[0].dtype)
         call = self._describe(func, name, args, kwargs)
         result = func(*args, **kwargs)
         if name == LSTM:
             result = with_workspace(args, result)
-        new = [self.adopt(t, self.kind) for t in _tensors(result)]
+        new = [self.adopt(t, self.kind) for t in tensors(result)]
         self.trace.first.setdefault(call.key, len(self.trace.events))
         if self.phase is None:
             return result
         if any(new) or func._schema.is_mutable:
             if call.key not in self.trace.calls:
-                outputs = tuple(_plain(tensor) for tensor in _tensors(result))
+                outputs = tuple(plain(tensor) for tensor in tensors(result))
                 self.trace.calls[call.key] = replace(call, outputs=outputs)
             self.trace.counts.setdefault(self.phase, Counter())[call.key] += 1
         else:
@@ -220,7 +201,7 @@ class Recorder(TorchDispatchMode):
 
     def _unreal(self, leaf: Any) -> Any:
         """The fake of a real tensor, in the same block."""
-        if not _real(leaf):
+        if not real(leaf):
             return leaf
         self.adopt(leaf, self.kind)
         fake = self._to_fake(leaf)
@@ -232,37 +213,15 @@ class Recorder(TorchDispatchMode):
         return fake
 
     def _describe(self, func: Any, name: str, args: Any, kwargs: Any) -> Call:
-        plain = tuple(_plain(a) for a in args)
-        named = {key: _plain(value) for key, value in kwargs.items()}
-        return Call(func, plain, named, f"{name}{_text(plain)}{_text(sorted(named.items()))}")
+        given = tuple(plain(a) for a in args)
+        named = {key: plain(value) for key, value in kwargs.items()}
+        return Call(func, given, named, f"{name}{text(given)}{text(sorted(named.items()))}")
 
 
-def _real(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return TensorFact(tuple(value.shape), tuple(value.stride()), value.dtype)
-    if isinstance(value, list | tuple):
-        return tuple(_plain(item) for item in value)
-    return value
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, TensorFact):
-        return f"{value.shape}{value.stride}{str(value.dtype)[6:]}"
-    if isinstance(value, list | tuple):
-        return f"({', '.join(map(_text, value))})"
-    return str(value)
+def _number(dtype: torch.dtype) -> Any:
+    """What an optimizer reads from a tensor, as how many steps it made: 1; and False."""
+    with _disable_current_modes():
+        return (torch.zeros if dtype == torch.bool else torch.ones)((), dtype=dtype).item()
 
 
 def trace_step(build: Build, spec: StepSpec, fast_attention: bool = False) -> Trace:
@@ -316,7 +275,7 @@ def _run(
                 _one_step(model, optimizer, spec, recorder, timed, meeting)
         trace.bounds.append(len(trace.events))
         meeting.finish(model)
-        states = [s for state in optimizer.state.values() for s in _tensors(list(state.values()))]
+        states = [s for state in optimizer.state.values() for s in tensors(list(state.values()))]
     trace.state_bytes[OPTIMIZER] = sum(_nbytes(s) for s in states)
 
 
@@ -362,10 +321,10 @@ def _one_step(
             raise ConfigError("the loss reaches no parameter: nothing to train")
         if spec.clip:
             torch._foreach_mul_(gradients, 0.5)
-        recorder.kind = OPTIMIZER
+        recorder.kind, recorder.reads = OPTIMIZER, _READS * (len(trainable) + 1)
         with stage("the optimizer's step"):
             optimizer.step()
-        recorder.phase = None
+        recorder.phase, recorder.reads = None, 0
         recorder.kind = BUFFER
         del gradients
         optimizer.zero_grad(set_to_none=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lezero.plan.trace import Call, TensorFact
+from lezero.plan.calls import Call, TensorFact
 
 _PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.", "aten.baddbmm.")
 _LSTM = ("aten.mkldnn_rnn_layer.", "aten.mkldnn_rnn_layer_backward.")

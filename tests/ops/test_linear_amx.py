@@ -23,7 +23,7 @@ from lezero.core.errors import ConfigError
 from lezero.core.facts import instruction_sets
 from lezero.ops.build import BuildError
 from lezero.ops.linear import Packed, amx, linear_rounded, native, pack_bf16, reference
-from lezero.ops.linear.layout import unpack
+from lezero.ops.linear.layout import pack, unpack
 from lezero.ops.native import Kernel, Native
 from tests.ops import test_linear
 from tests.ops.conformance import Args, OpConformance, fresh
@@ -97,12 +97,12 @@ def test_weights_rounded_as_they_are_read() -> None:
         if group:
             whole = pack_bf16(reference.dequantize_packed(weight, N, K, bits, group))
             wanted = ops.linear_bf16(x, whole, bias, N)
-        else:  # products with whole codes, and the scale of each row on their sums
-            codes = weight._replace(scale=torch.ones_like(weight.scale))
-            whole = pack_bf16(reference.dequantize_packed(codes, N, K, bits, 0))
-            scale = unpack(weight, N, K, bits=bits, group=0)[1].float().T
-            sums = ops.linear_bf16(x.float(), whole, None, N)
-            wanted = (sums * scale + bias).bfloat16()
+        else:  # products with whole codes times a power of two, and the rest on their sums
+            power, left = reference.power_apart(weight.scale)
+            whole = reference.dequantize_packed(weight._replace(scale=power), N, K, bits, 0)
+            sums = ops.linear_bf16(x.float(), pack_bf16(whole), None, N)
+            left = unpack(weight._replace(scale=left), N, K, bits=bits, group=0)[1].T
+            wanted = (sums * left + bias).bfloat16()
         assert torch.equal(found, wanted), (M, N, K, sizes)
         plain = reference.linear_rounded(x, weight, bias, N, bits, group)
         torch.testing.assert_close(found, plain, rtol=2e-2, atol=2e-2)
@@ -117,6 +117,23 @@ def test_a_scale_a_row_costs_no_rounding_of_weights() -> None:
     whole = reference.dequantize_packed(weight, N, K, 8, 0).double()
     exact = (x.double() @ whole.T).float()
     assert (found != exact.bfloat16()).float().mean() < 0.01  # but for sums beside a tie
+
+
+@needs_avx512
+@pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-38, 1e-30, 2.0**-13, 0.011, 3.0, 1e30])
+def test_a_scale_of_any_size_is_put_on_the_sums(scale: float) -> None:
+    """And sums overflow no earlier than those of the weight itself."""
+    ops, N, K = EMULATED.load(EMULATED.kernels[0]), 33, 96
+    codes = torch.randint(-127, 128, (N, K), dtype=torch.int8, generator=torch.manual_seed(0))
+    codes[5] = 127
+    weight = pack(codes, torch.full((N, 1), scale), None, bits=8)
+    most = min(1e37, 1e37 / max(scale, 1e-3) / 127 / K)
+    x = (seeded(20, K).clamp(-1, 1) * most).bfloat16()
+    x[3] = most  # times the largest codes
+    found = ops.linear_int(x, *weight, None, None, N, 8, 0, 16, 0, True)
+    exact = x.double() @ (codes.double() * torch.tensor(scale).double()).T
+    assert found.isfinite().all()
+    torch.testing.assert_close(found.double(), exact, rtol=2.0**-8, atol=1e-3 * most * scale)
 
 
 @needs_avx512

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lezero.plan.arguments import argument_sets
+from lezero.plan.calls import Call, TensorFact
 from lezero.plan.measure import time_call
-from lezero.plan.trace import Call, TensorFact
 
 aten = torch.ops.aten
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from lezero.plan.calls import Call
 from lezero.plan.lstm import LSTM
 from lezero.plan.spec import StepSpec
-from lezero.plan.trace import Call, trace_step
+from lezero.plan.trace import trace_step
 from lezero.plan.work import Most, flops, shrink
 from lezero.profiler.flops import count_flops
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lezero.plan import forecast, measure
+from lezero.plan.calls import Call, TensorFact
 from lezero.plan.measure import OpTimes, Timed, time_call
 from lezero.plan.spec import StepSpec
-from lezero.plan.trace import Call, TensorFact
 
 aten = torch.ops.aten
 

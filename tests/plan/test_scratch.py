@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from lezero.plan import scratch
+from lezero.plan.calls import Call, TensorFact
 from lezero.plan.forecast import memory_of
 from lezero.plan.measure import Timed, time_call
 from lezero.plan.scratch import growth, kept_bytes, scratch_of
 from lezero.plan.spec import StepSpec
-from lezero.plan.trace import Call, TensorFact, trace_step
+from lezero.plan.trace import trace_step
 
 MIB = 1 << 20
 

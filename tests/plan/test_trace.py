@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lezero.core.errors import ConfigError
+from lezero.plan.calls import TensorFact
 from lezero.plan.spec import StepSpec
-from lezero.plan.trace import TensorFact, trace_step
+from lezero.plan.trace import trace_step
 
 
 class Small(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lezero.ops.attention  # noqa: F401 - registers lezero::attention
-from lezero.plan.trace import Call, TensorFact
+from lezero.plan.calls import Call, TensorFact
 from lezero.plan.work import attention_flops, flops, shrink, small_enough, tensor_facts, work_bytes
 
 aten = torch.ops.aten

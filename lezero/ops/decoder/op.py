@@ -139,8 +139,8 @@ class Decoder:
     ) -> None:
         """Takes x_TD, the residual stream of at most `MOST_TOKENS` tokens, through all layers.
 
-        x_TD: fp32 (T, D), changed in place. rounded: layers of 8 and 4 bits multiply in bf16, to
-        which weights and inputs are rounded; only where `rounds`.
+        x_TD: fp32 (T, D), changed in place. rounded: layers of 8 and 4 bits multiply as
+        `linear_rounded` does, inputs rounded to bf16; only where `rounds`.
         cos, sin: fp32 (positions, E / 2). chunks: int32 (C, 3), each the first row, how many, and
         the position of the first; rows follow each other. table: int32 (C, blocks), the cache
         blocks of each sequence from its beginning. Keys and values of these tokens go into them.

@@ -73,7 +73,7 @@ def multiply(x_TK: Tensor, weight: Weight) -> Tensor:
 
 
 def multiply_rounded(x_TK: Tensor, weight: Weight) -> Tensor:
-    """The same with the weight and x rounded to bf16."""
+    """The same by `linear_rounded`, with x rounded to bf16."""
     if weight.bits == 16:
         return multiply(x_TK, weight)
     sizes = (weight.out_features, weight.bits, weight.group)

@@ -31,10 +31,11 @@ static int64_t span_of(const workspace *w) {
 
 /* [Note: rounded weights]
  * A line of bf16 for each 32 inputs of a panel of 8 or 4 bits: (code - zero point) · scale, rounded
- * twice in fp32 and then to bf16, as dequantize_packed() and pack_bf16() do. With a scale a row it is
- * code - zero point, which bf16 holds, and the sums are scaled as they go out: rounding 8 bits to bf16
- * loses as much again as rounding to 8 bits did. Once a stretch, for all tokens; a few take longer for
- * that than for the products. */
+ * twice in fp32 and then to bf16, as dequantize_packed() and pack_bf16() do. With a scale a row
+ * only the power of two in it is multiplied here, and the sums with the rest as they go out: bf16 holds
+ * whole numbers of 8 bits exactly, and rounding them loses as much again as rounding to 8 bits did. With
+ * the power of two sums are no larger than those of the weight. Once a stretch, for all tokens; a few take
+ * longer for that than for the products. */
 INLINE ints rounded_pairs(floats first, floats second) {
   const ints order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23,
                                       7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -66,7 +67,8 @@ static void round_lines(const lezero_linear *l, const panel_pair *p, int panel, 
   const int64_t last = l->group ? (l->K - 1) / l->group : 0; /* padding has no scale of its own */
   for (int64_t i = line; i < line + lines; i++, to += TILE_BYTES, from += 64 * l->bits) {
     const int64_t group = l->group ? least(i * (LINE / 2) / l->group, last) : 0;
-    const floats scale = l->group ? read16(p->scale[panel], l->scale_type, 16 * group, 16) : all_floats(1);
+    const floats own = read16(p->scale[panel], l->scale_type, 16 * group, 16);
+    const floats scale = l->group ? own : _mm512_scalef_ps(all_floats(1), power_of(own));
     const floats zero = l->zero ? read16(p->zero[panel], l->scale_type, 16 * group, 16)
                                 : all_floats(l->bits == 8 ? 128 : 8);
     if (l->bits == 8) round_line(to, from, scale, zero, 8);

@@ -131,9 +131,9 @@ def linear_rounded(
     x: Tensor, packed: Packed, bias: Tensor | None, *, out_features: int, bits: int, group: int = 0
 ) -> Tensor:
     """x wᵀ + bias with the weight of `pack` rounded to bf16 as it is read, x and the result bf16:
-    `linear_bf16` of the dequantized weight; with a scale a row nothing is rounded, codes being
-    multiplied and their sums scaled. With AMX only, where it suits many tokens; elsewhere a
-    `ConfigError`. Not differentiable.
+    `linear_bf16` of the dequantized weight. With a scale a row and whole zero points it loses
+    nothing by that: its codes are multiplied, and the sums scaled. With AMX only, where it suits
+    many tokens; elsewhere a `ConfigError`. Not differentiable.
     """
     check_devices("linear_rounded", x=x, **packed._asdict(), bias=bias)
     check_packed("linear_rounded", packed, x.shape[-1] if x.dim() else 0, out_features, bits, group)

@@ -73,11 +73,15 @@ INLINE int64_t many_tokens(const lezero_linear *l) {
   return block == 128 ? INT64_MAX : block == 64 ? 192 : 64;
 }
 #endif
-/* What the sums of a panel are multiplied with as they go out: the scales of its rows, at `scale`, where
- * they are no part of what was summed. */
+/* What is left of a row's scale in [Note: rounded weights]; a kernel with a matrix unit defines it. */
+#ifndef LEFT_OF_SCALE
+#define LEFT_OF_SCALE(scale) (scale)
+#endif
+/* What the sums of a panel are multiplied with as they go out: of the scales of its rows, at `scale`, what
+ * is no part of what was summed. */
 INLINE floats row_scale(const lezero_linear *l, const workspace *w, const char *scale) {
-  const int apart = w->whole || (l->rounded && !l->group);
-  return apart ? read16(scale, l->scale_type, 0, 16) : all_floats(1);
+  if (w->whole) return read16(scale, l->scale_type, 0, 16);
+  return l->rounded && !l->group ? LEFT_OF_SCALE(read16(scale, l->scale_type, 0, 16)) : all_floats(1);
 }
 
 /* From how many tokens on a problem is solved faster if it is rounded; a kernel with a matrix unit

@@ -38,7 +38,7 @@ typedef struct {
   int scale_type;
   const float *bias;    /* (N,) or null */
   const float *x_scale; /* one for all tokens, or null */
-  int rounded; /* 8 or 4 bits: multiplied as bf16, to which the weight is rounded; with AMX only */
+  int rounded; /* 8 or 4 bits: multiplied in bf16, see [Note: rounded weights]; with AMX only */
   int panels; /* that a lone tile takes at a time, 1 or 2; 0: as the kernel likes it, see tiles.h */
   int gated;            /* see lezero_linear_gates */
   lezero_ahead *ahead;  /* what comes after this product, or null; it moves on as it is fetched */

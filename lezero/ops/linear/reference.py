@@ -58,18 +58,25 @@ def linear_bf16(x_MK: Tensor, weight: Tensor, bias: Tensor | None, out_features:
 def linear_rounded(
     x_MK: Tensor, packed: Packed, bias: Tensor | None, out_features: int, bits: int, group: int
 ) -> Tensor:
-    """(M, N) in bf16: `linear_bf16` of the dequantized weight. With a scale a row, whose codes less
-    zero points bf16 holds, of these, and the sums are scaled."""
+    """(M, N) in bf16: `linear_bf16` of the dequantized weight. With a scale a row only the power of
+    two in it counts for that, since bf16 holds whole codes, and the sums take the rest."""
     sizes = (out_features, x_MK.shape[1], bits, group)
     x_MK = x_MK.bfloat16()
     if group:
         weight = pack_bf16(dequantize_packed(packed, *sizes))
         return linear_bf16(x_MK, weight, bias, out_features)
-    codes = Packed(packed.weight, torch.ones_like(packed.scale), packed.zero)
-    whole = pack_bf16(dequantize_packed(codes, *sizes))
-    sums_MN = linear_bf16(x_MK.float(), whole, None, out_features)
-    scale_N1 = unpack(packed, *sizes[:2], bits=bits, group=group)[1].float()
-    return finish(sums_MN, scale_N1.T, bias, torch.bfloat16)
+    whole, left = power_apart(packed.scale)
+    weight = pack_bf16(dequantize_packed(packed._replace(scale=whole), *sizes))
+    sums_MN = linear_bf16(x_MK.float(), weight, None, out_features)
+    left_N1 = unpack(packed._replace(scale=left), *sizes[:2], bits=bits, group=group)[1]
+    return finish(sums_MN, left_N1.T, bias, torch.bfloat16)
+
+
+def power_apart(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """The power of two in each scale, at least 2**-100, and what is left of it, both in fp32."""
+    power = (torch.frexp(scale.float()).exponent - 1).clamp(min=-100)
+    power = torch.where(scale == 0, -100, power)
+    return torch.ldexp(torch.ones_like(scale.float()), power), torch.ldexp(scale.float(), -power)
 
 
 def linear_int(
