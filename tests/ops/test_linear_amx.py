@@ -120,7 +120,9 @@ def test_a_scale_a_row_costs_no_rounding_of_weights() -> None:
 
 
 @needs_avx512
-@pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-38, 1e-30, 2.0**-13, 0.011, 3.0, 1e30])
+@pytest.mark.parametrize(
+    "scale", [0.0, 1e-45, 1e-38, 1e-30, 2.0**-13, 0.011, 3.0, 1e30, 1e34, 1e38]
+)
 def test_a_scale_of_any_size_is_put_on_the_sums(scale: float) -> None:
     """And sums overflow no earlier than those of the weight itself."""
     ops, N, K = EMULATED.load(EMULATED.kernels[0]), 33, 96

@@ -8,10 +8,9 @@
 #define MANY_TOKENS(l) many_tokens(l)
 #define LEFT_OF_SCALE(scale) _mm512_scalef_ps(scale, difference(all_floats(0), power_of(scale)))
 #include "avx512.h"
-/* The power of two in each scale, at least -100: what is smaller would be a zero to tiles. */
-INLINE floats power_of(floats scale) {
-  return _mm512_max_ps(_mm512_getexp_ps(scale), all_floats(-100));
-}
+/* The power of two in each scale, from -100 to 100: what is smaller would be a zero to tiles, and
+ * exact_line() has no room for much more. */
+INLINE floats power_of(floats scale) { return limited(_mm512_getexp_ps(scale), 100); }
 #include "tiles.h"
 #include "../decoder/avx512.h"
 #include "../decoder/power.h"

@@ -73,8 +73,8 @@ def linear_rounded(
 
 
 def power_apart(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The power of two in each scale, at least 2**-100, and what is left of it, both in fp32."""
-    power = (torch.frexp(scale.float()).exponent - 1).clamp(min=-100)
+    """The power of two in each scale, 2**-100 to 2**100, and what is left of it, both in fp32."""
+    power = (torch.frexp(scale.float()).exponent - 1).clamp(-100, 100)
     power = torch.where(scale == 0, -100, power)
     return torch.ldexp(torch.ones_like(scale.float()), power), torch.ldexp(scale.float(), -power)
 
