@@ -106,26 +106,26 @@ def rows_of_model(folder: Path, settings: Mapping[str, Any]) -> int | None:
 
 def named_end(inner: Any, settings: Mapping[str, Any]) -> int | None:
     """The end-of-text token that a tokenizer's own files name. inner: of `tokenizers`."""
-    for text in (_text_of(settings.get("eos_token")), EOS):
-        found = None if text is None else inner.token_to_id(text)
-        if found is not None:
-            return int(found)
-    return None
+    return _id_of(inner, _text_of(settings.get("eos_token")))
+
+
+def _id_of(inner: Any, text: str | None) -> int | None:
+    found = None if text is None else inner.token_to_id(text)
+    return None if found is None else int(found)
 
 
 def end_of_model(inner: Any, folder: Path, settings: Mapping[str, Any]) -> int:
     """The token that ends a text where the tokenizer's files name none: the one with which it was
-    saved, the first of the model's beside it, or else the one that separates texts (BERT's).
-    Raises `FileError` where there is none."""
+    saved, the first of the model's beside it, "<|endoftext|>", or else the one that separates
+    texts (BERT's). Raises `FileError` where there is none."""
     saved = settings.get(END_ID)
     own = (saved,) if isinstance(saved, int) and saved >= 0 else ()
     for token in (*own, *stop_tokens(folder)):
         if token < 1 << 32 and inner.id_to_token(token) is not None:
             return token
-    separator = _text_of(settings.get("sep_token"))
-    found = None if separator is None else inner.token_to_id(separator)
-    if found is not None:
-        return int(found)
+    for text in (EOS, _text_of(settings.get("sep_token"))):
+        if (found := _id_of(inner, text)) is not None:
+            return found
     raise FileError(
         f"tokenizer {folder}: names no end-of-text token; "
         'write "eos_token" into its tokenizer_config.json'

@@ -224,9 +224,9 @@ def load_tokenizer(place: str | Path) -> Tokenizer:
 
     Tokens that the settings beside it declare are added (`with_declared`). A folder without
     tokenizer.json is opened by transformers (extra `hf`). Where the tokenizer's files name no
-    end-of-text token, it is the first `eos_token_id` of the model beside them, or else their
-    `sep_token`. Raises `FileError` when there is none, it cannot be read, or nothing names an
-    end-of-text token.
+    end-of-text token, it is the first `eos_token_id` of the model beside them, "<|endoftext|>", or
+    else their `sep_token`. Raises `FileError` when there is none, it cannot be read, or nothing
+    names an end-of-text token.
     """
     path = Path(expand_home(place))
     folder, file = (path, path / "tokenizer.json") if path.is_dir() else (path.parent, path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,6 +207,61 @@ def test_what_is_folded_is_the_equation_with_its_epsilon(bias: bool, affine: boo
     assert isinstance(norm, FoldedBatchNorm)
     torch.testing.assert_close(conv.weight.detach(), weight * factor.view(-1, 1, 1, 1))
     torch.testing.assert_close(conv.bias.detach(), (shift - mean) * factor + added)
+
+
+class Normed(nn.Module):
+    """Convolutions with and without biases, batch norms of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one = nn.Conv2d(3, 8, 3, bias=False), random_norm(affine=True)
+        self.second, self.two = nn.Conv2d(8, 8, 3), random_norm(affine=True)
+        self.third, self.three = nn.Conv2d(8, 8, 3, bias=False), random_norm(affine=False)
+        self.head = nn.Linear(288, 64, bias=False)
+        with torch.no_grad():
+            self.one.weight[3] = 0  # a channel that is nothing but its bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.one(self.first(x)))
+        x = self.three(self.third(torch.relu(self.two(self.second(x)))))
+        return self.head(x.flatten(1))
+
+
+@pytest.mark.parametrize("correct", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_norms_are_such_again_when_the_model_is(
+    correct: bool, dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that its class, built anew, takes its values."""
+    torch.manual_seed(0)
+    model, x = Normed().eval().to(dtype), torch.randn(4, 3, 12, 12, dtype=dtype)
+    scheme = lz.Int8WeightActivation(bias_correction=correct, activations="tensor")
+    with torch.no_grad():
+        made = quantized(model, scheme, x)
+        assert sum(isinstance(part, FoldedBatchNorm) for part in made.modules()) == 3
+        lz.save_quantized(made, tmp_path / "q")
+        opened = lz.load_quantized(tmp_path / "q", copy.deepcopy(model))
+        assert torch.equal(opened(x), made(x))
+        kept = made(x)
+        for part in (made, opened):
+            caplog.clear()
+            lz.dequantize_(part)
+            told = [record.message for record in caplog.records]
+            assert ["1 layers keep a bias" in line for line in told] == [True] * correct
+            if correct:
+                part.head.bias = None
+        near = 0.02 if dtype == torch.float32 else 0.04
+        assert difference(made(x), kept) < near or correct
+        again = Normed().eval().to(dtype)
+        again.load_state_dict(made.state_dict())
+        assert {type(part) for part in again.modules()} == {type(part) for part in made.modules()}
+        assert torch.equal(again(x), made(x))
+        assert torch.equal(opened(x), made(x))
+        lz.load_quantized(tmp_path / "q", again)
+        assert correct or torch.equal(again(x), kept)
+        # In training too: scales and shifts are the model's own.
+        assert difference(made.train()(x), model.train()(x)) < 2 * near
+    assert all(parameter.requires_grad for parameter in made.parameters())
 
 
 class ReadsBatchNorm(nn.Module):

@@ -266,7 +266,10 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "newer": (lambda f: f["documents"]["quantization"].update(format=2), "format 2"),
     "none": (lambda f: f["documents"].pop("quantization"), "no quantized model"),
     "folded": (lambda f: f["documents"]["quantization"]["layers"].update(
-        {"layers.0.mlp": {"kind": "folded"}}), "'layers.0.mlp' is a .*no convolution can take in"),
+        {"layers.0.mlp": {"kind": "folded", "into": None}}),
+        "'layers.0.mlp' is a .*no convolution can take in"),
+    "into": (lambda f: f["documents"]["quantization"]["layers"].update(
+        {"layers.0.mlp": {"kind": "folded"}}), "'layers.0.mlp' does not name the convolution"),
     "lacks": (lambda f: f["documents"]["quantization"]["layers"].pop("layers.0.mlp.up_proj"),
               "unexpected layers.0.mlp.up_proj"),
     "model": (lambda f: f["documents"]["model"].update(dim=1 << 19), "has a weight of"),

@@ -138,3 +138,25 @@ def test_what_is_named_helps() -> None:
     lz.quantize_(model, int4("hqq", vocabulary="int4"), objective="size")
     (layer,) = lz.quantization_report(model).layers
     assert layer.form == "int4 g32"
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter, as `peft` has it."""
+
+    def __init__(self, merged: list[str]) -> None:
+        super().__init__()
+        self.base_layer, self.merged_adapters = nn.Linear(64, 64), merged
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x)
+
+
+@pytest.mark.parametrize("pattern", [None, "*base_layer", "1.*"])
+def test_merged_adapters_are_told(pattern: str | None) -> None:
+    model = nn.Sequential(Adapted(["default"]), Adapted([]))
+    lz.quantize_(model, lz.Int8Weight(), objective="size", filter=pattern)
+    text = str(lz.quantization_report(model))
+    assert ("adapters are merged into the weights of 0, and stay so" in text) is (pattern != "1.*")
+    layer = model[1].base_layer
+    assert hasattr(layer, "W_q")  # how `peft` asks whether there is a dequantize()
+    assert torch.equal(layer.dequantize(), layer.weight.decode())

@@ -47,6 +47,16 @@ def test_an_end_that_the_tokenizer_names_itself_counts(tmp_path):
     assert load_tokenizer(tmp_path).eos == own
 
 
+def test_a_token_with_the_usual_name_ends_texts_only_where_nothing_names_an_end(tmp_path):
+    folder = unnamed(tmp_path)
+    file = folder / "tokenizer.json"
+    file.write_text(file.read_text().replace("<odd>", "<|endoftext|>"))
+    usual = load_tokenizer(folder)
+    assert usual.decode([usual.eos]) == "" != usual.decode([65])
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert load_tokenizer(folder).eos == 7 != usual.eos
+
+
 @pytest.mark.parametrize("ends", ["7", True, 1.5, [7, None], {"a": 1}, ["x" * 10**6]])
 def test_ends_that_are_no_tokens_are_refused(tmp_path, ends):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))

@@ -16,10 +16,18 @@ from lezero.compress.quantize.sites import kind_of
 from lezero.compress.quantize.spill import Spill
 
 FOLDABLE = (nn.BatchNorm1d, nn.BatchNorm2d)
+_WAS = "was_"
 
 
 class FoldedBatchNorm(nn.Identity):
-    """Stands where a batch norm was that is part of the convolution before it now."""
+    """Stands where a batch norm was that is part of the convolution before it now. What that had
+    is kept for `unfold_batch_norms_`, as buffers with "was_" before their names."""
+
+    float_class: type[nn.Module]
+    conv: tuple[nn.Module | None]
+    """In a tuple, so that it is no part of this module."""
+    had_bias: bool
+    """Whether the convolution had one of its own."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -115,22 +123,78 @@ def _fold(conv: Any, norm: Any, journal: Journal) -> tuple[Tensor, nn.Parameter 
     journal.remember(norm)
     journal.save_values(conv.weight)
     kept = (conv.weight.data, conv.bias, type(norm), dict(norm.__dict__))
-    gamma = 1.0 if norm.weight is None else norm.weight.float()
-    factor = gamma / (norm.running_var.float() + norm.eps).sqrt()
+    factor, shift = _factor(norm), 0.0 if norm.bias is None else norm.bias.float()
     bias = (
         -norm.running_mean.float() if conv.bias is None else conv.bias.float() - norm.running_mean
     )
-    shift = 0.0 if norm.bias is None else norm.bias.float()
+    _multiply(conv, factor)
+    trains = (conv.weight if conv.bias is None else conv.bias).requires_grad
+    had_bias = conv.bias is not None
+    conv.bias = nn.Parameter((bias * factor + shift).to(conv.weight.dtype), trains)
+    become_folded(norm, conv, had_bias)
+    return kept
+
+
+def become_folded(norm: nn.Module, conv: nn.Module | None, had_bias: bool) -> None:
+    """`norm`, of a class of `FOLDABLE`, becomes a `FoldedBatchNorm`, and `conv` its convolution."""
+    parts = {
+        name: None if x is None else x.detach().clone() for name, x in norm._parameters.items()
+    }
+    kept = {_WAS + name: value for name, value in {**parts, **norm._buffers}.items()}
+    own = {"float_class": type(norm), "conv": (conv,), "had_bias": had_bias}
+    norm.__dict__.update(own, _parameters={}, _buffers=kept)
+    norm.__class__ = FoldedBatchNorm
+
+
+@torch.no_grad()
+def unfold_batch_norms_(model: nn.Module) -> None:
+    """Batch norms that were folded are such again, before convolutions that are no longer
+    quantized: with w' and b' as they are, w = w' / a and b = (b' - β) / a + μ. A convolution that
+    had no bias has none again, and μ takes what else may be in b'. Channels with a = 0 keep w', and
+    β is their b'."""
+    held = set(model.modules())
+    for norm in held:
+        if isinstance(norm, FoldedBatchNorm) and norm.conv[0] in held:
+            _become_batch_norm(norm)
+
+
+def _become_batch_norm(norm: Any) -> None:
+    conv, had_bias = norm.conv[0], norm.had_bias
+    own: dict[str, Any] = {name.removeprefix(_WAS): x for name, x in norm._buffers.items()}
+    gamma, beta = own.pop("weight"), own.pop("bias")
+    kept = norm.__dict__
+    norm.__class__ = kept["float_class"]
+    for name in ("float_class", "conv", "had_bias"):
+        del kept[name]
+    kept.update(_parameters={"weight": gamma, "bias": beta}, _buffers=own)
+    factor, b = _factor(norm), conv.bias.float()
+    none = factor.abs() < torch.finfo(torch.float32).tiny
+    factor = torch.where(none, 1.0, factor)
+    _multiply(conv, 1 / factor)
+    if beta is not None:
+        beta = torch.where(none, b, beta.float()).to(beta.dtype)
+        b = b - beta.float()
+    if had_bias:
+        conv.bias.data = (b / factor + norm.running_mean.float()).to(conv.bias.dtype)
+    else:
+        conv.bias = None
+        norm.running_mean = (-b / factor).to(norm.running_mean.dtype)
+    trains = conv.weight.requires_grad
+    for name, value in (("weight", gamma), ("bias", beta)):
+        kept["_parameters"][name] = None if value is None else nn.Parameter(value.clone(), trains)
+
+
+def _factor(norm: Any) -> Tensor:
+    gamma = 1.0 if norm.weight is None else norm.weight.float()
+    return gamma / (norm.running_var.float() + norm.eps).sqrt()
+
+
+def _multiply(conv: Any, factor: Tensor) -> None:
+    """The weight of each output channel of `conv` by its factor, in memory of its own."""
     width = [1] * (conv.weight.dim() - 1)
     with mode_of(conv.weight):
         scaled = conv.weight.float() * factor.view(-1, *width)
         conv.weight.data = scaled.to(conv.weight.dtype)
-    trains = (conv.weight if conv.bias is None else conv.bias).requires_grad
-    conv.bias = nn.Parameter((bias * factor + shift).to(conv.weight.dtype), trains)
-    norm.__class__ = FoldedBatchNorm
-    for name in ("_parameters", "_buffers"):
-        norm.__dict__[name] = {}
-    return kept
 
 
 def _unfold(

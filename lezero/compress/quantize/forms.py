@@ -77,8 +77,10 @@ def check_layers(data: object, where: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, about in data.items():
         here = f"{where}: '{str(name)[:200]}'"
-        if about == {"kind": "folded"}:
-            found[name] = {"kind": "folded"}
+        if isinstance(about, Mapping) and about.get("kind") == "folded":
+            if about.keys() != {"kind", "into"} or not isinstance(about["into"], str | None):
+                raise FileError(f"{here} does not name the convolution that it is part of")
+            found[name] = dict(about)
             continue
         try:
             layer = LayerForm.parse(about, here)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lezero.compress.quantize.batch_norm import FOLDABLE, FoldedBatchNorm
+from lezero.compress.quantize.batch_norm import FOLDABLE, FoldedBatchNorm, become_folded
 from lezero.compress.quantize.modules import (
     QuantizedConv,
     QuantizedEmbedding,
@@ -51,14 +51,17 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     8), activation_block (inputs of 8 bits that share a scale; 0: all of a token), static (whether
     `input_scale` is stored), channels_last (of a convolution: whether its outputs lie so whatever
     its inputs do), and shares_with, the first layer that has the same weight, or None.
-    Batch norms that were folded: kind "folded".
+    Batch norms that were folded: kind "folded", and into, the name of the convolution, or None
+    where that is no part of the model.
     """
+    place = {module: name for name, module in model.named_modules()}
     first: dict[int, str] = {}
     found: dict[str, dict[str, Any]] = {}
     names = {dtype: name for name, dtype in _DTYPES.items()}
     for name, module in model.named_modules():
         if isinstance(module, FoldedBatchNorm):
-            found[name] = {"kind": "folded"}
+            conv = module.conv[0]
+            found[name] = {"kind": "folded", "into": None if conv is None else place.get(conv)}
         if not isinstance(module, QuantizedLayer):
             continue
         weight = module.weight
@@ -97,13 +100,16 @@ def rebuild_(
     """
     modules = dict(model.named_modules())
     for name, about in description.items():
-        _check(name, about, modules.get(name))
+        _check(name, about, modules)
     weights: dict[str, QuantizedWeight] = {}
+    for name, about in description.items():  # while convolutions have no other biases than theirs
+        if about["kind"] == "folded":
+            conv = None if about["into"] is None else modules[about["into"]]
+            has_bias = conv is not None and conv._parameters["bias"] is not None
+            become_folded(modules[name], conv, has_bias)
     for name, about in description.items():
         module = modules[name]
         if about["kind"] == "folded":
-            module.__class__ = FoldedBatchNorm
-            module.__dict__.update(_parameters={}, _buffers={})
             continue
         replaced = module._parameters["weight"]
         assert replaced is not None
@@ -195,7 +201,8 @@ def _layer(module: nn.Module, about: Mapping[str, Any], weight: QuantizedWeight)
     return QuantizedLinear(module, weight, bias, scale, bits, block)
 
 
-def _check(name: str, about: Mapping[str, Any], module: nn.Module | None) -> None:
+def _check(name: str, about: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
+    module = modules.get(name)
     if module is None:
         raise FileError(f"the quantized layer '{name}' is none of the model's")
     if about["kind"] == "folded":
@@ -203,6 +210,9 @@ def _check(name: str, about: Mapping[str, Any], module: nn.Module | None) -> Non
             raise FileError(
                 f"'{name}' is a {type(module).__name__}, which no convolution can take in"
             )
+        into = about["into"]
+        if into is not None and (into not in modules or kind_of(modules[into]) != "conv"):
+            raise FileError(f"'{name}' is part of '{into}', which is no convolution of the model's")
         return
     weight = module._parameters.get("weight")
     kind = kind_of(module)

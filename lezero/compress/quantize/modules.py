@@ -38,13 +38,14 @@ _QUANTIZED = {"_parameters": ("bias",), "_buffers": SCALES, "_modules": ("weight
 
 
 class QuantizedLayer(nn.Module):
-    """Base of the quantized layers. `float_class`: what the layer was; `trains`: whether its weight
-    took gradients."""
+    """Base of the quantized layers. `float_class`: what the layer was; `had_bias`: whether it had
+    one; `trains`: whether its weight took gradients."""
 
     weight: QuantizedWeight
     bias: nn.Parameter | None
     input_scale: Tensor | None
     float_class: type[nn.Module]
+    had_bias: bool
     trains: bool
 
     def __init__(
@@ -56,6 +57,7 @@ class QuantizedLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.float_class = type(was)
+        self.had_bias = was._parameters.get("bias") is not None
         self.trains = was.get_parameter("weight").requires_grad
         weight.transposed = self.transposed
         self.weight = weight
@@ -94,7 +96,7 @@ class QuantizedLayer(nn.Module):
         for kind, names in _QUANTIZED.items():
             own[kind] = _others(self, kind, names)
         own["_parameters"] = {"weight": weight, **bias, **own["_parameters"]}
-        for name in ("float_class", "trains", "x_bits", "x_block", *sizes):
+        for name in ("float_class", "had_bias", "trains", "x_bits", "x_block", *sizes):
             own.pop(name, None)
 
     @property
@@ -133,6 +135,15 @@ class QuantizedLinear(QuantizedLayer):
         super().__init__(was, weight, bias, input_scale)
         self.out_features, self.in_features = weight.full_shape
         self.x_bits, self.x_block = x_bits, x_block
+
+    @property
+    def W_q(self) -> QuantizedWeight:
+        """By this name `peft` knows a layer whose weight it has to ask `dequantize` for (DoRA)."""
+        return self.weight
+
+    def dequantize(self) -> Tensor:
+        """The weight that the codes stand for, laid out as `float_class` has it."""
+        return self.weight.decode()
 
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight

@@ -54,6 +54,22 @@ def notes_of_method(
     return [f"method '{name}': {reason}"] if reason else []
 
 
+def notes_of_adapters(model: nn.Module, targets: Targets) -> list[str]:
+    """For the report, where adapters of `peft` are part of weights that are to be quantized."""
+    chosen = {id(user.module) for site, _ in targets.values() for user in site.users}
+    merged = [
+        name
+        for name, module in model.named_modules()
+        if getattr(module, "merged_adapters", None) and id(module.base_layer) in chosen
+    ]
+    if not merged:
+        return []
+    return [
+        f"adapters are merged into the weights of {named(merged)}, and stay so: unmerge_adapter() "
+        "cannot take them out of codes. Call it before lz.quantize_ where that is wanted"
+    ]
+
+
 def _no_linear(model: nn.Module, targets: Targets, left: Mapping[str, int]) -> str:
     """What to say where no linear layer is there but the vocabulary's; else nothing."""
     sites = list({id(site): site for site, _ in targets.values()}.values())

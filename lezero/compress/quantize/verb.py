@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lezero.compress.quantize.agreed import agreed, begun_alike
+from lezero.compress.quantize.batch_norm import unfold_batch_norms_
 from lezero.compress.quantize.batches import (
     Batch,
     call,
@@ -31,16 +32,18 @@ from lezero.compress.quantize.scheme import Scheme, Target
 from lezero.compress.quantize.sites import Filter, Site, find_sites, left_over
 from lezero.compress.quantize.speed import of_the_whole
 from lezero.compress.quantize.spill import Spill
-from lezero.compress.quantize.suited import check_suited, notes_of_method
+from lezero.compress.quantize.suited import check_suited, notes_of_adapters, notes_of_method
 from lezero.compress.quantize.tensors import nbytes
 from lezero.compress.quantize.work import Work
 from lezero.core import device, ledger
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.core.interrupts import held_interrupts, let_in, passed_on_at
+from lezero.core.log import logger
 from lezero.nn.modes import OWN_STATISTICS, evaluating, uncompiled
 
 Model = TypeVar("Model", bound=nn.Module)
+_LOG = logger("compress")
 # How much slower the whole may look before it counts: two runs of one model differ by as much.
 _WHOLE_MARGIN = 0.02
 
@@ -103,6 +106,7 @@ def quantize_(
         if filter is None:
             report.left_over = left_over(model, sites)
             report.notes += notes_of_method(model, config, targets, report.left_over)
+        report.notes += notes_of_adapters(model, targets)
         check_suited(model, config, targets, report.left_over)
         return Request(model, config, targets, batches, objective, metric, budget, report)
 
@@ -115,10 +119,10 @@ def dequantize_(model: Model) -> Model:
     """Turns quantized layers back into plain ones, in place; returns the model.
 
     Their weights are what the codes stand for, in the type that the weights had: what rounding lost
-    stays lost; biases that were corrected, batch norms that were folded and channels that were
-    scaled (in two layers, which leaves the outputs) stay so. Parameters are new: build optimizers
-    afterwards. They take gradients where the weights did when they were quantized: freeze again
-    what was frozen since. Raises `OrderError` where nothing is quantized.
+    stays lost; biases that were corrected and channels that were scaled (in two layers, which
+    leaves the outputs) stay so; batch norms that were folded are such again. Parameters are new:
+    build optimizers afterwards. They take gradients where the weights did when they were quantized:
+    freeze again what was frozen since. Raises `OrderError` where nothing is quantized.
     """
     check_module(model, "lz.dequantize_")
     layers = quantized_layers(model)
@@ -127,11 +131,20 @@ def dequantize_(model: Model) -> Model:
     made: dict[int, nn.Parameter] = {}
     # It may be trained later, whatever mode the caller is in.
     with held_interrupts(), torch.inference_mode(False), torch.no_grad():
+        biased = [key for key, x in layers.items() if x.bias is not None and not x.had_bias]
         for layer in layers.values():
             key = id(layer.weight)
             if key not in made:
                 made[key] = _parameter(layer)
             layer.give_back(made[key])
+        unfold_batch_norms_(model)
+        if added := [name for name in biased if layers[name].bias is not None]:
+            _LOG.warning(
+                "lz.dequantize_: %d layers keep a bias that calibration gave them ('%s' is the "
+                "first): a model that is built anew has none there, and transformers' "
+                "from_pretrained drops it; with bias_correction=False there is none",
+                *(len(added), added[0]),
+            )
         for module in model.modules():  # a part may have been quantized by itself
             ledger.forget(module, "quantize_")
             module.__dict__.pop(REPORT, None)
