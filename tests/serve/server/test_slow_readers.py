@@ -42,10 +42,10 @@ def read_slowly(made: socket.socket, seconds: float) -> bytes:
 
 
 def test_a_steady_reader_may_take_longer_than_a_client_that_does_not_read() -> None:
-    with serving(small_llm(), write_s=0.5) as client:
+    with serving(small_llm(), write_s=1.0) as client:
         with_long_answer(client)
         with asked(client) as made:
-            assert read_slowly(made, 1.5) == BODY
+            assert read_slowly(made, 2.5) == BODY
 
 
 def test_reading_an_answer_is_no_part_of_the_time_that_it_may_take(monkeypatch: Any) -> None:
