@@ -183,7 +183,8 @@ def _whole(given: Any) -> int:
     except (TypeError, ValueError, OverflowError, RuntimeError):
         pass
     raise ConfigError(
-        f"counted: the function returned {given!r:.80}, allowed is a whole number from 0"
+        f"counted: the function returned {given!r:.80}, allowed is a whole number from 0 (weights "
+        "that are fractions count when they are scaled up: round(float(sum) * 2**20))"
     )
 
 

@@ -15,6 +15,7 @@ import lezero as lz
 from lezero.compress.quantize import speed
 from lezero.compress.quantize.batch_norm import FoldedBatchNorm, fold_batch_norms_
 from lezero.compress.quantize.journal import Journal
+from lezero.compress.quantize.layout import describe, rebuild_
 from lezero.compress.quantize.spill import Spill
 from tests.compress.test_folds import Opaque, quantized
 from tests.compress.test_quantize import difference
@@ -218,8 +219,7 @@ class Normed(nn.Module):
         self.second, self.two = nn.Conv2d(8, 8, 3), random_norm(affine=True)
         self.third, self.three = nn.Conv2d(8, 8, 3, bias=False), random_norm(affine=False)
         self.head = nn.Linear(288, 64, bias=False)
-        with torch.no_grad():
-            self.one.weight[3] = 0  # a channel that is nothing but its bias
+        self.two.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.relu(self.one(self.first(x)))
@@ -261,7 +261,52 @@ def test_batch_norms_are_such_again_when_the_model_is(
         assert correct or torch.equal(again(x), kept)
         # In training too: scales and shifts are the model's own.
         assert difference(made.train()(x), model.train()(x)) < 2 * near
-    assert all(parameter.requires_grad for parameter in made.parameters())
+    frozen = {name for name, parameter in made.named_parameters() if not parameter.requires_grad}
+    assert frozen == {"two.weight"}
+
+
+def test_a_batch_norm_that_leaves_nothing_of_a_channel_stays() -> None:
+    """Or dequantized, the channel would have no weight to train."""
+    model, x = Normed().eval(), torch.randn(4, 3, 12, 12)
+    with torch.no_grad():
+        model.one.weight[3], model.two.weight[2] = 0, 1e-36
+        made = quantized(model, lz.Int8WeightActivation(), x)
+    kept = [type(part) is nn.BatchNorm2d for part in (made.one, made.two, made.three)]
+    assert kept == [True, True, False]
+
+
+def test_batch_norms_in_fp32_behind_convolutions_in_bf16_come_back_as_they_were() -> None:
+    """However little they leave of a channel: shifts that bf16 rounds are not divided by that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16)).eval().bfloat16()
+    model[1].float()
+    with torch.no_grad():
+        model[1].weight.fill_(1e-6)
+        model[1].bias.uniform_(1, 2)
+    made = quantized(model, lz.Int8WeightActivation(), torch.randn(2, 3, 8, 8).bfloat16())
+    assert isinstance(made[1], FoldedBatchNorm)
+    lz.dequantize_(made)
+    for name, value in model.state_dict().items():
+        if name != "0.weight":
+            assert torch.equal(value, made.state_dict()[name]), name
+    assert difference(made[0].weight, model[0].weight) < 0.01
+
+
+def test_a_convolution_that_was_dequantized_first_gets_its_batch_norm_back() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16)).eval()
+    made = quantized(model, lz.Int8WeightActivation(), torch.randn(2, 3, 8, 8))
+    lz.dequantize_(made[0])
+    assert isinstance(made[1], FoldedBatchNorm)
+    lz.dequantize_(made)
+    assert type(made[1]) is nn.BatchNorm2d
+    model.load_state_dict(made.state_dict())
+
+
+def test_a_fold_that_is_taken_back_leaves_nothing() -> None:
+    made = quantized(
+        ReadsBatchNorm(always=True).eval(), lz.Int8WeightActivation(), torch.randn(2, 3, 8, 8)
+    )
+    assert vars(made.norm).keys() == vars(nn.BatchNorm2d(8)).keys()
 
 
 class ReadsBatchNorm(nn.Module):
@@ -316,3 +361,16 @@ def test_a_budget_of_a_model_that_stays_as_it_was_is_met(monkeypatch: pytest.Mon
     x = torch.randn(4, 3, 8, 8)
     lz.quantize_(model, lz.Int8WeightActivation(), data=[x], budget=0)
     assert [layer.form for layer in lz.quantization_report(model).layers] == ["as it was"]
+
+
+@pytest.mark.parametrize(
+    ("into", "said"),
+    [("first", "has taken in several"), ("head", "no convolution"), ("", "no convolution")],
+)
+def test_a_description_of_pairs_that_cannot_be_is_refused(into: str, said: str) -> None:
+    made = quantized(Normed().eval(), lz.Int8WeightActivation(), torch.randn(4, 3, 12, 12))
+    about, model = describe(made), Normed().eval()
+    about["two"]["into"] = into
+    with pytest.raises(lz.FileError, match=said):
+        rebuild_(model, about)
+    assert type(model.first) is nn.Conv2d

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -106,6 +107,10 @@ def test_any_module_is_loaded_into_the_float_one(
         save_quantized(made, tmp_path / objective)
         found = load_quantized(tmp_path / objective, build())
         assert torch.equal(made(x), found(x))
+        wanted = lz.dequantize_(copy.deepcopy(made)).state_dict()
+        given = lz.dequantize_(found).state_dict()
+        assert wanted.keys() == given.keys() == build().state_dict().keys()
+        assert all(torch.equal(value, given[name]) for name, value in wanted.items())
     save_quantized(made, tmp_path / "m")
     with pytest.raises(lz.FileError, match="build it"):
         load_quantized(tmp_path / "m")
@@ -266,8 +271,10 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "newer": (lambda f: f["documents"]["quantization"].update(format=2), "format 2"),
     "none": (lambda f: f["documents"].pop("quantization"), "no quantized model"),
     "folded": (lambda f: f["documents"]["quantization"]["layers"].update(
-        {"layers.0.mlp": {"kind": "folded", "into": None}}),
+        {"layers.0.mlp": {"kind": "folded", "into": None, "had_bias": False}}),
         "'layers.0.mlp' is a .*no convolution can take in"),
+    "others": (lambda f: f["documents"]["quantization"]["layers"].update(
+        {"layers.0.mlp": {"kind": "folded", "into": None, "had_bias": 1}}), "had_bias is 1"),
     "into": (lambda f: f["documents"]["quantization"]["layers"].update(
         {"layers.0.mlp": {"kind": "folded"}}), "'layers.0.mlp' does not name the convolution"),
     "lacks": (lambda f: f["documents"]["quantization"]["layers"].pop("layers.0.mlp.up_proj"),

@@ -16,18 +16,18 @@ from lezero.compress.quantize.sites import kind_of
 from lezero.compress.quantize.spill import Spill
 
 FOLDABLE = (nn.BatchNorm1d, nn.BatchNorm2d)
-_WAS = "was_"
+_PARAMETERS = ("weight", "bias")
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_WAS, _CONV_BIAS = "was_", "was_conv_bias"
 
 
 class FoldedBatchNorm(nn.Identity):
-    """Stands where a batch norm was that is part of the convolution before it now. What that had
-    is kept for `unfold_batch_norms_`, as buffers with "was_" before their names."""
+    """Stands where a batch norm was that is part of the convolution before it now.
 
-    float_class: type[nn.Module]
-    conv: tuple[nn.Module | None]
-    """In a tuple, so that it is no part of this module."""
-    had_bias: bool
-    """Whether the convolution had one of its own."""
+    What that had is kept for `unfold_batch_norms_`, as buffers with "was_" before their names, and
+    as "was_conv_bias" what the convolution had; besides `float_class`, `trains` (which parameters
+    took gradients) and `conv`, in a tuple, so that it is no part of this module.
+    """
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -64,7 +64,9 @@ def fold_batch_norms_(
     pairs = [
         (conv, norm)
         for conv, norm in _pairs(model, batches, spill)
-        if id(conv) in chosen and all(id(parameter) in private for parameter in conv.parameters())
+        if id(conv) in chosen
+        and all(id(parameter) in private for parameter in conv.parameters())
+        and _can_come_back(conv, norm)
     ]
 
     def stays(index: int, tolerance: float) -> bool:
@@ -118,70 +120,95 @@ def _is_foldable(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
+def _can_come_back(conv: Any, norm: Any) -> bool:
+    """Whether no channel is multiplied by 0, or by so little that its weight would be lost."""
+    most = conv.weight.float().flatten(1).abs().amax(1)
+    own, wide = torch.finfo(conv.weight.dtype), torch.finfo(torch.float32)
+    least = 128 * max(own.tiny * own.eps, wide.tiny)  # what a code counts for is a number still
+    return bool(((most * _factor(norm).abs() >= least) | (most == 0)).all())
+
+
+@torch.no_grad()
 def _fold(conv: Any, norm: Any, journal: Journal) -> tuple[Tensor, nn.Parameter | None, Any, Any]:
     journal.remember(conv)
     journal.remember(norm)
     journal.save_values(conv.weight)
     kept = (conv.weight.data, conv.bias, type(norm), dict(norm.__dict__))
-    factor, shift = _factor(norm), 0.0 if norm.bias is None else norm.bias.float()
-    bias = (
-        -norm.running_mean.float() if conv.bias is None else conv.bias.float() - norm.running_mean
-    )
-    _multiply(conv, factor)
+    bias = _folded_bias(conv.bias, norm).to(conv.weight.dtype)
+    _multiply(conv, _factor(norm))
     trains = (conv.weight if conv.bias is None else conv.bias).requires_grad
-    had_bias = conv.bias is not None
-    conv.bias = nn.Parameter((bias * factor + shift).to(conv.weight.dtype), trains)
-    become_folded(norm, conv, had_bias)
+    become_folded(norm, conv, conv.bias)
+    conv.bias = nn.Parameter(bias, trains)
     return kept
 
 
-def become_folded(norm: nn.Module, conv: nn.Module | None, had_bias: bool) -> None:
-    """`norm`, of a class of `FOLDABLE`, becomes a `FoldedBatchNorm`, and `conv` its convolution."""
-    parts = {
-        name: None if x is None else x.detach().clone() for name, x in norm._parameters.items()
-    }
-    kept = {_WAS + name: value for name, value in {**parts, **norm._buffers}.items()}
-    own = {"float_class": type(norm), "conv": (conv,), "had_bias": had_bias}
-    norm.__dict__.update(own, _parameters={}, _buffers=kept)
+def become_folded(norm: nn.Module, conv: nn.Module | None, bias: Tensor | None) -> None:
+    """`norm`, of a class of `FOLDABLE`, becomes a `FoldedBatchNorm`. conv: the convolution that it
+    is part of; bias: what that had before."""
+    kept: dict[str, Any] = {_CONV_BIAS: None if bias is None else bias.detach().clone()}
+    own = norm.__dict__
+    trains = [
+        name for name in _PARAMETERS if (x := own["_parameters"][name]) is None or x.requires_grad
+    ]
+    for kind, names in (("_parameters", _PARAMETERS), ("_buffers", _BUFFERS)):
+        parts = own[kind] = dict(own[kind])
+        for name in names:
+            value = parts.pop(name)
+            kept[_WAS + name] = None if value is None else value.detach().clone()
+    own["_buffers"].update(kept)
+    own.update(float_class=type(norm), trains=trains, conv=(conv,))
     norm.__class__ = FoldedBatchNorm
+
+
+def folded_batch_norms(model: nn.Module) -> list[nn.Module]:
+    """Those whose convolution is part of `model` too."""
+    held = {id(module) for module in model.modules()}
+    return [
+        norm
+        for norm in model.modules()
+        if isinstance(norm, FoldedBatchNorm) and id(norm.__dict__["conv"][0]) in held
+    ]
 
 
 @torch.no_grad()
 def unfold_batch_norms_(model: nn.Module) -> None:
-    """Batch norms that were folded are such again, before convolutions that are no longer
-    quantized: with w' and b' as they are, w = w' / a and b = (b' - β) / a + μ. A convolution that
-    had no bias has none again, and μ takes what else may be in b'. Channels with a = 0 keep w', and
-    β is their b'."""
-    held = set(model.modules())
-    for norm in held:
-        if isinstance(norm, FoldedBatchNorm) and norm.conv[0] in held:
-            _become_batch_norm(norm)
+    """Batch norms that were folded are such again, as they were, behind convolutions that are no
+    longer quantized: with w' as it is w = w' / a. What was added to b' since (a corrected bias) is
+    added to β, or where there is none taken off μ."""
+    for norm in folded_batch_norms(model):
+        conv: Any = norm.__dict__["conv"][0]
+        if conv.bias is not None and isinstance(conv.weight, nn.Parameter):
+            _become_batch_norm(norm, conv)
 
 
-def _become_batch_norm(norm: Any) -> None:
-    conv, had_bias = norm.conv[0], norm.had_bias
-    own: dict[str, Any] = {name.removeprefix(_WAS): x for name, x in norm._buffers.items()}
-    gamma, beta = own.pop("weight"), own.pop("bias")
-    kept = norm.__dict__
-    norm.__class__ = kept["float_class"]
-    for name in ("float_class", "conv", "had_bias"):
-        del kept[name]
-    kept.update(_parameters={"weight": gamma, "bias": beta}, _buffers=own)
-    factor, b = _factor(norm), conv.bias.float()
-    none = factor.abs() < torch.finfo(torch.float32).tiny
-    factor = torch.where(none, 1.0, factor)
+def _become_batch_norm(norm: Any, conv: Any) -> None:
+    own = norm.__dict__
+    bias, trains = own["_buffers"].pop(_CONV_BIAS), own["trains"]
+    for kind, names in (("_parameters", _PARAMETERS), ("_buffers", _BUFFERS)):
+        parts = {name: own["_buffers"].pop(_WAS + name) for name in names}
+        own[kind] = {**parts, **own[kind]}
+    norm.__class__ = own["float_class"]
+    for name in ("float_class", "trains", "conv"):
+        del own[name]
+    added = conv.bias.float() - _folded_bias(bias, norm).to(conv.bias.dtype).float()
+    factor = _factor(norm)
     _multiply(conv, 1 / factor)
-    if beta is not None:
-        beta = torch.where(none, b, beta.float()).to(beta.dtype)
-        b = b - beta.float()
-    if had_bias:
-        conv.bias.data = (b / factor + norm.running_mean.float()).to(conv.bias.dtype)
+    conv.bias = None if bias is None else nn.Parameter(bias, conv.bias.requires_grad)
+    if norm.bias is not None:
+        own["_parameters"]["bias"] = (norm.bias.float() + added).to(norm.bias.dtype)
     else:
-        conv.bias = None
-        norm.running_mean = (-b / factor).to(norm.running_mean.dtype)
-    trains = conv.weight.requires_grad
-    for name, value in (("weight", gamma), ("bias", beta)):
-        kept["_parameters"][name] = None if value is None else nn.Parameter(value.clone(), trains)
+        norm.running_mean = (norm.running_mean.float() - added / factor).to(norm.running_mean.dtype)
+    for name in _PARAMETERS:
+        value = own["_parameters"][name]
+        if value is not None:
+            own["_parameters"][name] = nn.Parameter(value.clone(), name in trains)
+
+
+def _folded_bias(bias: Tensor | None, norm: Any) -> Tensor:
+    """b' of a convolution with the bias b, or none."""
+    mean = norm.running_mean.float()
+    b = -mean if bias is None else bias.float() - mean
+    return b * _factor(norm) + (0.0 if norm.bias is None else norm.bias.float())
 
 
 def _factor(norm: Any) -> Tensor:
@@ -204,4 +231,5 @@ def _unfold(
         conv.weight.data = weight
     conv.bias = bias
     norm.__class__ = kind
+    norm.__dict__.clear()
     norm.__dict__.update(own)

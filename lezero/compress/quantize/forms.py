@@ -78,8 +78,13 @@ def check_layers(data: object, where: str) -> dict[str, dict[str, Any]]:
     for name, about in data.items():
         here = f"{where}: '{str(name)[:200]}'"
         if isinstance(about, Mapping) and about.get("kind") == "folded":
-            if about.keys() != {"kind", "into"} or not isinstance(about["into"], str | None):
+            whole = about.keys() == {"kind", "into", "had_bias"}
+            if not whole or not isinstance(about["into"], str | None):
                 raise FileError(f"{here} does not name the convolution that it is part of")
+            if not isinstance(about["had_bias"], bool):
+                raise FileError(
+                    f"{here}: had_bias is {about['had_bias']!r:.40}, allowed is a boolean"
+                )
             found[name] = dict(about)
             continue
         try:

@@ -51,8 +51,8 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     8), activation_block (inputs of 8 bits that share a scale; 0: all of a token), static (whether
     `input_scale` is stored), channels_last (of a convolution: whether its outputs lie so whatever
     its inputs do), and shares_with, the first layer that has the same weight, or None.
-    Batch norms that were folded: kind "folded", and into, the name of the convolution, or None
-    where that is no part of the model.
+    Batch norms that were folded: kind "folded", into (the name of the convolution, or None where
+    that is no part of the model) and had_bias, whether that had one before.
     """
     place = {module: name for name, module in model.named_modules()}
     first: dict[int, str] = {}
@@ -60,8 +60,12 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     names = {dtype: name for name, dtype in _DTYPES.items()}
     for name, module in model.named_modules():
         if isinstance(module, FoldedBatchNorm):
-            conv = module.conv[0]
-            found[name] = {"kind": "folded", "into": None if conv is None else place.get(conv)}
+            conv = module.__dict__["conv"][0]
+            found[name] = {
+                "kind": "folded",
+                "into": None if conv is None else place.get(conv),
+                "had_bias": module._buffers["was_conv_bias"] is not None,
+            }
         if not isinstance(module, QuantizedLayer):
             continue
         weight = module.weight
@@ -101,15 +105,16 @@ def rebuild_(
     modules = dict(model.named_modules())
     for name, about in description.items():
         _check(name, about, modules)
+    folded = [about["into"] for about in description.values() if about["kind"] == "folded"]
+    if twice := sorted({name for name in folded if name is not None and folded.count(name) > 1}):
+        raise FileError(f"'{twice[0]}' has taken in several batch norms")
     weights: dict[str, QuantizedWeight] = {}
-    for name, about in description.items():  # while convolutions have no other biases than theirs
-        if about["kind"] == "folded":
-            conv = None if about["into"] is None else modules[about["into"]]
-            has_bias = conv is not None and conv._parameters["bias"] is not None
-            become_folded(modules[name], conv, has_bias)
     for name, about in description.items():
         module = modules[name]
         if about["kind"] == "folded":
+            like = module._buffers["running_mean"] if about["had_bias"] else None
+            conv = None if about["into"] is None else modules[about["into"]]
+            become_folded(module, conv, like)
             continue
         replaced = module._parameters["weight"]
         assert replaced is not None
@@ -211,8 +216,13 @@ def _check(name: str, about: Mapping[str, Any], modules: Mapping[str, nn.Module]
                 f"'{name}' is a {type(module).__name__}, which no convolution can take in"
             )
         into = about["into"]
-        if into is not None and (into not in modules or kind_of(modules[into]) != "conv"):
-            raise FileError(f"'{name}' is part of '{into}', which is no convolution of the model's")
+        conv: Any = None if into is None else modules.get(into)
+        fits = conv is not None and kind_of(conv) == "conv"
+        if into is not None and not (fits and len(conv.weight) == module.num_features):
+            raise FileError(
+                f"'{name}' is part of '{into}', which is no convolution of the model's, or of "
+                "other channels"
+            )
         return
     weight = module._parameters.get("weight")
     kind = kind_of(module)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lezero.compress.quantize.agreed import agreed, begun_alike
-from lezero.compress.quantize.batch_norm import unfold_batch_norms_
+from lezero.compress.quantize.batch_norm import folded_batch_norms, unfold_batch_norms_
 from lezero.compress.quantize.batches import (
     Batch,
     call,
@@ -126,7 +126,7 @@ def dequantize_(model: Model) -> Model:
     """
     check_module(model, "lz.dequantize_")
     layers = quantized_layers(model)
-    if not layers:
+    if not layers and not folded_batch_norms(model):
         raise OrderError("lz.dequantize_: no layer of this model is quantized")
     made: dict[int, nn.Parameter] = {}
     # It may be trained later, whatever mode the caller is in.
