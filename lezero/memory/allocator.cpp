@@ -23,6 +23,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <new>
+#include <utility>
+#include <vector>
 
 namespace {
 
@@ -31,8 +33,12 @@ constexpr size_t kRoom = kAlignment + sizeof(void*);
 
 std::atomic<bool> from_malloc{false};
 
+// What this thread takes and gives back (-1 bytes), while it is recorded.
+thread_local std::vector<std::pair<const void*, int64_t>>* record = nullptr;
+
 void give_back(void* data) {
   if (data == nullptr) return;
+  if (record != nullptr) record->emplace_back(data, -1);
   c10::profiledCPUMemoryReporter().Delete(data);
   void* before = static_cast<void**>(data)[-1];
   const uintptr_t away = reinterpret_cast<uintptr_t>(data) - reinterpret_cast<uintptr_t>(before);
@@ -53,6 +59,7 @@ struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = bytes != 0 && from_malloc ? aligned(bytes) : nullptr;
     if (data == nullptr) data = c10::GetDefaultCPUAllocator()->raw_allocate(bytes);  // or its error
+    if (record != nullptr && data != nullptr) record->emplace_back(data, bytes);
     return {data, data, &give_back, c10::Device(c10::DeviceType::CPU)};
   }
 
@@ -115,4 +122,27 @@ extern "C" int lezero_tensors_from_malloc(int on) {
   from_malloc = on != 0;
   c10::SetCPUAllocator(&ours());
   return on;
+}
+
+// From now on what this thread takes of tensors' memory and gives back is recorded. -1 as above.
+extern "C" int lezero_record_begin() {
+  if (!lezero_tensors_can_come_from_malloc()) return -1;
+  c10::SetCPUAllocator(&ours());  // which serves as before
+  delete record;
+  record = new std::vector<std::pair<const void*, int64_t>>;
+  return 0;
+}
+
+// No longer; writes the addresses and bytes (-1: given back) of the first `most` that were recorded,
+// and returns how many there were.
+extern "C" int64_t lezero_record_end(int64_t most, int64_t* addresses, int64_t* bytes) {
+  auto* found = std::exchange(record, nullptr);
+  if (found == nullptr) return 0;
+  const int64_t count = static_cast<int64_t>(found->size());
+  for (int64_t i = 0; i < count && i < most; ++i) {
+    addresses[i] = reinterpret_cast<int64_t>((*found)[i].first);
+    bytes[i] = (*found)[i].second;
+  }
+  delete found;
+  return count;
 }

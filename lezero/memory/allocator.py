@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from lezero.core.log import logger
 
+T = TypeVar("T")
+
 OVERHEAD = 72
 """Bytes that a tensor's block is larger than its data: alignment, and where it began."""
+_MOST_RECORDED = 4096
 
 
 def can_come_from_malloc() -> bool:
@@ -42,6 +47,32 @@ def tensors_from_malloc(on: bool) -> bool:
     return library is not None and library.lezero_tensors_from_malloc(int(on)) >= 0
 
 
+class Recorded(NamedTuple):
+    """A block that was taken at `address`, or given back where `bytes` is -1."""
+
+    address: int
+    bytes: int
+
+
+def recorded(run: Callable[[], T]) -> tuple[T, list[Recorded] | None]:
+    """What `run` returns; and the blocks of tensors' host memory that it takes and gives back on
+    this thread, in order, None where that cannot be told (`can_come_from_malloc`)."""
+    library = _library()
+    if library is None or library.lezero_record_begin() < 0:
+        return run(), None
+    numbers = (ctypes.c_int64 * _MOST_RECORDED)(), (ctypes.c_int64 * _MOST_RECORDED)()
+    count = 0
+    try:
+        result = run()
+    finally:
+        count = library.lezero_record_end(_MOST_RECORDED, *numbers)
+    if count > _MOST_RECORDED:
+        return result, None
+    return result, [
+        Recorded(*pair) for pair in zip(*(each[:count] for each in numbers), strict=True)
+    ]
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     from lezero.ops.build import BuildError, Source, build
@@ -50,7 +81,9 @@ def _library() -> ctypes.CDLL | None:
     try:
         # It uses more of torch than the ABI that `build` asks for by itself.
         path = build("allocator", [Source(source, ("-UTORCH_TARGET_VERSION",))])
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
+        library.lezero_record_end.restype = ctypes.c_int64
+        return library
     except (BuildError, OSError) as error:
         logger("memory").warning("tensors' memory is torch's own, runs take more of it: %s", error)
         return None

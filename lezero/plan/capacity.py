@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from lezero.parallel.zero import Zero
+from lezero.plan.calls import Call
+from lezero.plan.copies import Course
 from lezero.plan.spec import Build, StepSpec
 from lezero.plan.trace import trace_step
 
 _STAGE = "zero.stage="
+Courses = Callable[[Iterable[Call]], Mapping[str, Course]]
 
 
 def suggest(
-    build: Build, spec: StepSpec, limit_bytes: int, scratch_bytes: int = 0
+    build: Build,
+    spec: StepSpec,
+    limit_bytes: int,
+    scratch_bytes: int = 0,
+    courses: Courses | None = None,
 ) -> tuple[str, ...]:
     """Changes of the config that fit into `limit_bytes`, the least intrusive first.
 
     Micro-batches keep the global batch, by accumulating. Each kind of change is named once, with
     the largest value that fits; a change that alone does not help is tried with the ones before.
     scratch_bytes: what the library of matrix products keeps for the step as it is; changed ones
-    are taken to need as much.
+    are taken to need as much. courses: `OpTimes.courses`; without, no copies count.
     """
     found: list[str] = []
     for change, text in _one_change_each(spec):
         if text.startswith(_STAGE) and any(line.startswith(_STAGE) for line in found):
             continue
-        smaller = _largest_micro_batch(build, change, limit_bytes - scratch_bytes)
+        smaller = _largest_micro_batch(build, change, limit_bytes - scratch_bytes, courses)
         if smaller is not None:
             lines = [text] if text else []
             if smaller.batch != change.batch:
@@ -63,13 +70,17 @@ def _one_change_each(spec: StepSpec) -> Iterator[tuple[StepSpec, str]]:
         tokens //= 2
 
 
-def _largest_micro_batch(build: Build, spec: StepSpec, limit: int) -> StepSpec | None:
+def _largest_micro_batch(
+    build: Build, spec: StepSpec, limit: int, courses: Courses | None
+) -> StepSpec | None:
     """The step with the largest micro-batch that fits, the batch kept by accumulating."""
     from lezero.plan.forecast import memory_of
 
     def fits(batch: int) -> bool:
         candidate = spec.with_(batch=batch, accumulate=spec.accumulate * spec.batch // batch)
         trace = trace_step(build, candidate)
+        if courses is not None:
+            trace = trace.with_copies(courses(call for _, _, call in trace.holders))
         if trace.peak()[0] > limit:
             return False
         return memory_of(trace, candidate, {})[0] <= limit

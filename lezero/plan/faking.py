@@ -17,10 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from lezero.core.errors import ConfigError, LeZeroError
 from lezero.core.flags import flag
+from lezero.plan.constants import Constants
 from lezero.profiler.untouched import restored, untouched, untouched_random
 
 _ONE = threading.RLock()
 _FREEZE = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_TRUNCATED = "_no_grad_trunc_normal_"
 _NUMBERS = ("DataDependentOutputException", "DynamicOutputShapeException")
 
 
@@ -63,7 +65,8 @@ def built(build: Callable[[], nn.Module], device: str, fake: Any) -> Iterator[nn
     converter.set_tensor_memo = lambda *_: None
     with ExitStack() as stack:
         try:
-            with stage("build()"), torch.device(device), _remembering(stack), _Freezing(stack):
+            frozen, kept, numbers = _Freezing(stack), _remembering(stack), Constants()
+            with stage("build()"), torch.device(device), kept, _undrawn(), frozen, numbers:
                 model = build()
         finally:
             del converter.set_tensor_memo
@@ -107,6 +110,29 @@ def _remembering(stack: ExitStack) -> Iterator[None]:
                 setattr(nn.Module, name, change)
 
 
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """`nn.init.trunc_normal_` of fake tensors draws nothing: it would look whether all numbers lie
+    within the bounds."""
+    draw = getattr(nn.init, _TRUNCATED, None)  # a part of it that other libraries' names lead to
+
+    def drawn(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        assert draw is not None
+        if _is_fake_tensor(tensor):
+            with torch.no_grad():
+                return tensor.zero_()
+        return draw(tensor, *args, **kwargs)
+
+    with _ONE:
+        if draw is not None:
+            setattr(nn.init, _TRUNCATED, drawn)
+        try:
+            yield
+        finally:
+            if draw is not None:
+                setattr(nn.init, _TRUNCATED, draw)
+
+
 class _Freezing(TorchFunctionMode):
     """Parameters that `build()` freezes, or thaws, are what they were when the stack is left."""
 
@@ -124,6 +150,12 @@ def _is_real(x: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(x, nn.Parameter) and not isinstance(x, FakeTensor)
+
+
+def _is_fake_tensor(x: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(x, FakeTensor)
 
 
 def _names(function: Any) -> tuple[str, ...]:

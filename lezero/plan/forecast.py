@@ -31,6 +31,10 @@ from lezero.profiler.ceilings import Ceilings
 from lezero.profiler.hardware import Hardware
 
 STATED_ERROR = {"memory": 0.10, "time": 0.25}
+_FEW_BLOCKS = 0.20
+"""Of memory at most, where blocks are a large part of it."""
+_WITHOUT_COPIES = 0.25
+"""Of memory, where the copies that convolutions make cannot be told: without them it is too low."""
 _LEAST_ERROR_BYTES = 32 << 20
 """Libraries and a resumed checkpoint move a small run's peak by as much."""
 _HEAP_STEPS = 5
@@ -54,7 +58,8 @@ class Forecast:
     the machine's measured rate for them in FLOP/s, where known. stage: of ZeRO, None where the
     model is not sharded (pages that ranks share count once over their sharers). attention: whose
     kernel computes it. limit_bytes: what one rank may use. stated_error: of memory and time, as
-    fractions; memory's is never less than 32 MiB.
+    fractions; memory's is never less than 32 MiB, on the CPU the largest block of a step (at most
+    0.2), and 0.25 where copies that convolutions make are not known (`lezero.memory.recorded`).
     """
 
     memory_bytes: int
@@ -155,14 +160,18 @@ def forecast(
     limit = free_bytes(spec) if limit_bytes is None else whole("limit_bytes", limit_bytes)
     times = OpTimes.of_this_machine(spec)
     trace, attention, (seconds, time_parts) = _fastest(build, spec, times, budget_s)
-    scratch = times.scratch(trace.calls.values(), spec.neighbours)
+    calls = trace.calls.values()
+    scratch = times.scratch(calls, spec.neighbours)
+    with as_in_a_step(spec):
+        trace = trace.with_copies(times.courses(call for _, _, call in trace.holders))
     memory, parts = memory_of(trace, spec, scratch)
     suggestions: tuple[str, ...] = ()
     if memory > limit:
         from lezero.plan.capacity import can_shard_more, suggest
 
         if can_shard_more(spec) or sum(trace.state_bytes.values()) < limit:
-            suggestions = suggest(build, spec, limit, kept_bytes(scratch, trace.first))
+            kept = kept_bytes(scratch, trace.first)
+            suggestions = suggest(build, spec, limit, kept, times.courses)
     return Forecast(
         memory_bytes=memory,
         memory_parts=parts,
@@ -182,11 +191,20 @@ def forecast(
         steps=spec.steps,
         suggestions=suggestions,
         stated_error={
-            "memory": max(STATED_ERROR["memory"], _LEAST_ERROR_BYTES / memory),
+            "memory": _error_of_memory(trace, spec, memory),
             "time": STATED_ERROR["time"],
         },
         made_in_seconds=time.perf_counter() - started,
     )
+
+
+def _error_of_memory(trace: Trace, spec: StepSpec, memory: int) -> float:
+    """One small object in the hole of the largest block, and the heap grows by another of it."""
+    least = max(STATED_ERROR["memory"], _LEAST_ERROR_BYTES / memory)
+    if spec.device != "cpu":
+        return least
+    least = max(least, min(_FEW_BLOCKS, trace.largest / memory))
+    return max(least, _WITHOUT_COPIES) if trace.holders else least
 
 
 def _check(spec: Any, hardware: Any, budget_s: Any) -> None:
@@ -255,13 +273,7 @@ def memory_of(
     else:
         heap = live - trace.mapped_bytes
         kept = kept_bytes(scratch, trace.first)
-        resident = resident_bytes(
-            trace.heap_steps(_HEAP_STEPS, scratch),
-            heap + kept,
-            keep=spec.pool,
-            overhead=OVERHEAD if spec.pool and can_come_from_malloc() else None,
-            most=facts.memory().total,
-        )
+        resident = _resident(trace, spec, scratch, heap + kept)
         parts["pool" if spec.pool else "allocator"] = resident - heap - kept
         parts["libraries"] = _LIBRARY_BYTES + kept
     if spec.saves and spec.device == "cpu":  # elsewhere its copy is not in the memory counted here
@@ -269,6 +281,17 @@ def memory_of(
         copied = (kinds.PARAMETER, kinds.OPTIMIZER, kinds.FEEDBACK)
         parts["checkpoint"] = sum(state.get(kind, 0) for kind in copied)
     return sum(parts.values()), parts
+
+
+def _resident(trace: Trace, spec: StepSpec, scratch: Mapping[str, int], live: int) -> int:
+    """Bytes of the heap at the peak."""
+    return resident_bytes(
+        trace.heap_steps(_HEAP_STEPS, scratch),
+        live,
+        keep=spec.pool,
+        overhead=OVERHEAD if spec.pool and can_come_from_malloc() else None,
+        most=facts.memory().total,
+    )
 
 
 def _time_of(

@@ -12,6 +12,8 @@ Note [Small objects]
 A tensor brings small objects with it (tensor, storage, autograd node), and kernels make more.
 Their sizes below were read from an allocation log of a transformer's step on torch 2.13. Which of
 them settles where is chance, so the sequence is run with each of three mixes, and the mean counts.
+The heap of the child begins with as many small holes as that of a process which has loaded torch
+(`replay.HOLES`): in an empty one they would settle in the holes that large blocks need.
 """
 
 from __future__ import annotations

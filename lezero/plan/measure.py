@@ -26,15 +26,19 @@ from typing import Any, NamedTuple
 import torch
 
 from lezero.core import device, facts
-from lezero.memory import HostPool
+from lezero.memory import HostPool, can_come_from_malloc
 from lezero.plan.arguments import argument_sets, release
-from lezero.plan.calls import Call, TensorFact
+from lezero.plan.calls import Call, TensorFact, text
+from lezero.plan.copies import Course, course_at, course_of, holds_more, parts, sound
 from lezero.plan.scratch import scratch_of
 from lezero.plan.spec import StepSpec
 from lezero.plan.work import ACCELERATOR, HOST, roughly, shrink, small_enough, work_bytes
 
-FORMAT = 4
-_DAMAGE = (OSError, ValueError, ArithmeticError, AttributeError, TypeError, LookupError)
+FORMAT = 6
+_ISA = "ONEDNN_MAX_CPU_ISA"
+_DAMAGE = (
+    OSError, ValueError, ArithmeticError, AttributeError, TypeError, LookupError, RecursionError,
+)  # fmt: skip
 """What reading a file of figures may raise; they are measured anew."""
 _EACH_SECONDS = 0.06
 _SLOW_SECONDS = 0.5
@@ -62,6 +66,7 @@ class OpTimes:
         self.identity, self.path, self.place = identity, path, place
         self.seconds: dict[str, float] = {}
         self._scratch: dict[str, int] = {}
+        self._courses: dict[str, Course] = {}
         self.measured = 0
         if path is not None and path.is_file():
             with contextlib.suppress(*_DAMAGE):
@@ -69,11 +74,17 @@ class OpTimes:
                 if data.get("format") == FORMAT and data.get("identity") == identity:
                     self.seconds = {str(k): float(v) for k, v in data["seconds"].items()}
                     self._scratch = {str(k): int(v) for k, v in data["scratch"].items()}
+                    courses = {
+                        str(k): tuple((int(block), int(size)) for block, size in course)
+                        for k, course in data["courses"].items()
+                    }
+                    self._courses = {k: course for k, course in courses.items() if sound(course)}
 
     @classmethod
     def of_this_machine(cls, spec: StepSpec) -> OpTimes:
         """Figures of this machine for a step's threads and host pool, in the cache folder."""
         identity = f"{_machine_id()} threads {threads_of(spec)} pool {spec.pool} {spec.device}"
+        identity += f" oneDNN {torch.backends.mkldnn.enabled} {os.environ.get(_ISA)}"
         name = hashlib.sha1(identity.encode()).hexdigest()[:12]
         return cls(identity, facts.cache_folder() / f"operations-{name}.json", spec.device)
 
@@ -106,9 +117,10 @@ class OpTimes:
                     continue
                 seconds, quiet, scratch = timed
                 found[call.key] = seconds if quiet else min(seconds, found.get(call.key, seconds))
-                self._scratch[_short(call.key, neighbours)] = scratch
+                name = _short(call.key, neighbours)
+                self._scratch[name] = scratch
                 if quiet:
-                    self.seconds[_short(call.key, neighbours)] = seconds
+                    self.seconds[name] = seconds
                     self.measured += 1
                 else:
                     disturbed.append(call)
@@ -118,7 +130,8 @@ class OpTimes:
             rate = self._rate()
             found |= {call.key: max(work_bytes(call) / rate, roughly(call)) for call in late}
         release()
-        self._save()
+        if self.measured:
+            self._save()
         return found
 
     def scratch(self, calls: Iterable[Call], neighbours: int = 1) -> dict[str, int]:
@@ -127,6 +140,31 @@ class OpTimes:
         names = {call.key: _short(call.key, neighbours) for call in calls}
         return {key: self._scratch[name] for key, name in names.items() if self._scratch.get(name)}
 
+    def courses(self, calls: Iterable[Call]) -> dict[str, Course]:
+        """What each of the calls that make copies of their own takes and gives back meanwhile, by
+        its key; tried where it is not known."""
+        if self.place != "cpu" or not can_come_from_malloc():
+            return {}
+        found, known = dict[str, Course](), len(self._courses)
+        calls = {call.key: call for call in calls if holds_more(str(call.op))}.values()
+        for call in calls:
+            with contextlib.suppress(*_DAMAGE, RuntimeError):
+                if tried := parts(call):
+                    few, more = map(self._course, tried)
+                    if few is not None and more is not None:
+                        found[call.key] = course_at(call.args[0].shape[0], *tried, (few, more))
+        if calls:
+            release()
+        if len(self._courses) > known:
+            self._save()
+        return found
+
+    def _course(self, call: Call) -> Course | None:
+        name = _short(f"{call.op}{text(call.args)}", 1)
+        if name not in self._courses and (course := course_of(call)) is not None:
+            self._courses[name] = course
+        return self._courses.get(name)
+
     def _rate(self) -> float:
         """Bytes/s of a plain elementwise operation; what a call that cannot be tried is given."""
         fact = TensorFact((8 << 20,), (1,), torch.float32)
@@ -134,10 +172,11 @@ class OpTimes:
         return 3 * (32 << 20) / timed[0] if timed else 1e10
 
     def _save(self) -> None:
-        if self.path is None or not self.measured:
+        if self.path is None:
             return
         known = {"format": FORMAT, "identity": self.identity, "seconds": self.seconds}
-        data = {**known, "scratch": {name: n for name, n in self._scratch.items() if n}}
+        scratch = {name: n for name, n in self._scratch.items() if n}
+        data = {**known, "scratch": scratch, "courses": self._courses}
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             aside = self.path.with_suffix(f".{os.getpid()}.tmp")

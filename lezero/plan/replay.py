@@ -17,6 +17,7 @@ from typing import Any
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 LARGEST, TOP_PAD = 2**31 - 1, 64 << 20
 ALIGNMENT = 64
+SEPARATOR = 24
 SMALL = 4096  # below this a tensor counts as small: no autograd node of its own
 
 # (with every tensor, with every large tensor, made and freed at once), bytes each
@@ -25,6 +26,14 @@ MIXES = (
     ((16, 24, 96, 176, 16, 24, 56, 32, 40), (488,), (32, 56, 768)),
     ((32, 48, 96, 176), (488, 48, 64, 40), ()),
 )
+
+HOLES = (
+    *((size, 8) for size in range(24, 216, 16)),
+    *((size, 24) for size in range(216, 536, 16)),
+    *((8 << 10, 12), (16 << 10, 8), (28 << 10, 8), (60 << 10, 4), (128 << 10, 1)),
+)
+"""(bytes, how many) of the free blocks that `malloc_info` tells of in a process that has loaded
+torch: 1.2 MB in 600 pieces, where small objects settle before they cut large holes."""
 
 
 class MallInfo2(ctypes.Structure):
@@ -35,6 +44,17 @@ class MallInfo2(ctypes.Structure):
             "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
         )
     ]  # fmt: skip
+
+
+def make_holes(libc: ctypes.CDLL) -> None:
+    """Leaves `HOLES` in the heap, with small blocks in between that stay."""
+    free = []
+    for size, count in HOLES:
+        for _ in range(count):
+            free.append(libc.malloc(size))
+            libc.malloc(SEPARATOR)
+    for block in free:
+        libc.free(block)
 
 
 def run(
@@ -50,6 +70,7 @@ def run(
         libc.mallopt(M_TRIM_THRESHOLD, LARGEST)
         libc.mallopt(M_TOP_PAD, TOP_PAD)
     always, large, passing = mix
+    make_holes(libc)
     pointer = ctypes.c_void_p()
     held: dict[int, list[int]] = {}
     start, peak = libc.mallinfo2(), 0

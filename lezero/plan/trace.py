@@ -28,17 +28,21 @@ from lezero.comm.choice import Exchange
 from lezero.core.errors import ConfigError
 from lezero.ops.attention import FastAttention
 from lezero.ops.attention.mode import backward
+from lezero.plan.asking import ask
 from lezero.plan.calls import Call, plain, real, tensors, text
+from lezero.plan.copies import Course, holds_more
 from lezero.plan.faking import built, faking, stage
 from lezero.plan.kinds import ACTIVATION, BUFFER, GRADIENT, OPTIMIZER, PARAMETER, TEMPORARY
 from lezero.plan.lstm import LSTM, with_workspace
 from lezero.plan.meeting import Buckets, Meeting, Shards
+from lezero.plan.norms import BATCH_NORM, with_statistics
 from lezero.plan.scratch import growth
 from lezero.plan.spec import PRECISIONS, Build, StepSpec
 from lezero.profiler.untouched import untouched
 
 _SKIPPED = {"prim.device.default", "aten.detach.default"}
 _ITEM = "aten._local_scalar_dense.default"
+_AMENDED = {LSTM: with_workspace, BATCH_NORM: with_statistics}
 _SILENT = ("profiler.", "prim.")
 _READS = 16  # numbers that an optimizer may read for each parameter: a loop until one is small ends
 
@@ -58,10 +62,19 @@ class Trace:
     """Events before the first call of each kind was done, by its key: what it returns is there."""
     bounds: list[int] = field(default_factory=list)
     """Events before the first step, the second, and the end."""
+    holders: list[tuple[int, int, Call]] = field(default_factory=list)
+    """Calls that take blocks of their own, of which the trace knows none: events before it, how
+    many it returns, and the call."""
     mapped: set[int] = field(default_factory=set)
     """Blocks outside of the heap, in memory that ranks share; never freed."""
     traffic: Counter[Exchange] = field(default_factory=Counter)
     """What a sharded step exchanges, in all its micro-batches."""
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest block that comes and goes within a step."""
+        passing = {block for block, size in self.events if size < 0} - self.mapped
+        return max((size for block, size in self.events if block in passing), default=0)
 
     @property
     def mapped_bytes(self) -> int:
@@ -73,7 +86,31 @@ class Trace:
         events = self.steps(count)
         for number, (size, at) in reversed(list(enumerate(growth(scratch, self.first), 2))):
             events.insert(at, (-number, size))
-        return [event for event in events if event[0] not in self.mapped]
+        number = len(self.kinds)
+        return [e for e in events if e[0] < 0 or e[0] % number not in self.mapped]
+
+    def with_copies(self, courses: Mapping[str, Course]) -> Trace:
+        """The same, with what calls, by their key, take and give back besides what they return."""
+        events, kinds, places = list[tuple[int, int]](), [*self.kinds], dict[int, int]()
+        holders = {at: (n, courses[c.key]) for at, n, c in self.holders if c.key in courses}
+        at = 0
+        while at < len(self.events):
+            places[at] = len(events)
+            count, course = holders.get(at, (1, ()))
+            returned = dict(enumerate(self.events[at : at + count]))
+            for block, size in course:
+                if block >= 0:
+                    events.append((len(kinds) + block, size))
+                elif -1 - block in returned:
+                    events.append(returned.pop(-1 - block))
+            events += returned.values()
+            kinds += [TEMPORARY] * (1 + max((block for block, _ in course), default=-1))
+            at += count
+        places[at] = len(events)
+        first = {key: places[place] for key, place in self.first.items()}
+        bounds = [places[bound] for bound in self.bounds]
+        left = [(places[at], n, call) for at, n, call in self.holders if call.key not in courses]
+        return replace(self, events=events, kinds=kinds, first=first, bounds=bounds, holders=left)
 
     def steps(self, count: int) -> list[tuple[int, int]]:
         """Events of `count` steps: the second one is repeated with blocks of its own."""
@@ -184,10 +221,14 @@ class Recorder(TorchDispatchMode):
             return _number(args[0].dtype)
         call = self._describe(func, name, args, kwargs)
         result = func(*args, **kwargs)
-        if name == LSTM:
-            result = with_workspace(args, result)
+        if name in _AMENDED:
+            result = _AMENDED[name](args, result)
+        before = len(self.trace.events)
         new = [self.adopt(t, self.kind) for t in tensors(result)]
         self.trace.first.setdefault(call.key, len(self.trace.events))
+        if new and all(new) and holds_more(name):
+            whole = replace(call, outputs=tuple(plain(tensor) for tensor in tensors(result)))
+            self.trace.holders.append((before, len(new), whole))
         if self.phase is None:
             return result
         if any(new) or func._schema.is_mutable:
@@ -300,6 +341,8 @@ def _one_step(
                 batch = spec.make_batch()
             name = ("first", "again")[index] if timed else None
             recorder.kind, recorder.phase = ACTIVATION, name and f"{name} forward"
+            if not timed and not index and spec.zero is None:
+                ask(model, spec, batch)
             cast = torch.autocast(spec.device, dtype=dtype, cache_enabled=meeting.cache)
             with stage("the loss"), cast if dtype else nullcontext():
                 loss = spec.mean_loss(model, batch)

@@ -173,3 +173,33 @@ def test_another_malloc_than_glibc_s_stays(tmp_path) -> None:
     """
     found = run(textwrap.dedent(code), LD_PRELOAD=str(preload))
     assert found == [True, False, False]
+
+
+def test_blocks_of_one_thread_are_recorded_while_it_is_asked() -> None:
+    code = """
+    import threading
+    from lezero.memory import recorded
+    made = []
+    def run():
+        thread = threading.Thread(target=lambda: made.append(torch.empty(1 << 20)))
+        thread.start()
+        thread.join()
+        first = torch.empty(1000)
+        second = torch.empty(10, dtype=torch.uint8)
+        del first
+        return second
+    found = []
+    for on in (False, True):
+        tensors_from_malloc(on)
+        second, blocks = recorded(run)
+        found.append([each.bytes for each in blocks])
+        assert blocks[0].address == blocks[2].address != blocks[1].address == second.data_ptr()
+    assert recorded(lambda: None) == (None, [])
+    try:
+        recorded(lambda: torch.empty(-1))
+    except RuntimeError:
+        found.append([each.bytes for each in recorded(lambda: torch.empty(1))[1]])
+    many = recorded(lambda: [torch.empty(1) for _ in range(5000)])
+    print(json.dumps([*found, len(many[0]), many[1]]))
+    """
+    assert run(BEGIN + textwrap.dedent(code)) == [[4000, 10, -1], [4000, 10, -1], [4], 5000, None]
