@@ -97,6 +97,8 @@ def _reason(cls: type[BaseModel], path: _Path, kind: Any, items: list[Any]) -> s
     message = _allowed(error, str(item["msg"]))
     if error == "value_error":  # one about a whole section names the fields that it is about
         return message if isinstance(value, Mapping) else f"{message} (got {shown})"
+    if error == "int_parsing_size":
+        message = _whole(cls, path)
     inner = get_args(kind)
     none = NoneType in inner
     if path == item["loc"]:
@@ -140,6 +142,16 @@ def _allowed(kind: str, said: str) -> str:
     said = said.removeprefix("Value error, ").split(", unable to ", 1)[0]
     said = re.sub(r"^(Input|String|Tuple|List) should (be|have) ", "", said)
     return re.sub(r" after validation, not \d+$", "", said)
+
+
+def _whole(cls: type[BaseModel], path: _Path) -> str:
+    """What is allowed where a number has more digits than pydantic reads."""
+    field = _model_at(cls, path[:-1]).model_fields.get(str(path[-1])) if path else None
+    bounds: dict[str, Any] = {}
+    for each in field.metadata if field else ():
+        bounds |= {name: getattr(each, name) for name in ("ge", "le") if hasattr(each, name)}
+    words = [f"{word} {bounds[x]}" for x, word in (("ge", "from"), ("le", "to")) if x in bounds]
+    return " ".join(["a whole number", *words]) if words else "a whole number of 64 bits"
 
 
 def _model_at(cls: type[BaseModel], path: tuple[str | int, ...]) -> type[BaseModel]:

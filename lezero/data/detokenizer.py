@@ -55,18 +55,28 @@ class Detokenizer:
 
     def _give(self, text: str, end: int) -> str:
         """Gives what is new in `text`, the text of the window's first `end` tokens."""
-        given = self._given
-        if not text.startswith(given):
-            given = given.rstrip(_BROKEN)  # what half a character was before it was whole
+        given, left = self._given, self._known
+        if given.endswith(_BROKEN) and not text.startswith(given):
+            # Half a character is whole now. The piece begins within the known tokens: they stay.
+            given, left = self._before_half(text), 0
         piece = text[len(given) :]
         if piece:
-            del self._window[: self._known]
-            self._known = end - self._known
+            del self._window[:left]
+            self._known = end - left
             self._given = self._decode(self._window[: self._known])
         elif len(self._window) - self._known > _LONG:
             # Tokens without text, as special ones; what follows is decoded behind the known ones.
             del self._window[self._known :]
         return piece
+
+    def _before_half(self, text: str) -> str:
+        """The beginning of `text` that the known tokens had before they ended with half of what is
+        a character now."""
+        for known in range(self._known - 1, max(self._known - _LONGEST, -1), -1):
+            given = self._decode(self._window[:known]) if known else ""
+            if not given.endswith(_BROKEN) and text.startswith(given):
+                return given
+        return self._given.rstrip(_BROKEN)
 
     def _give_broken(self, text: str) -> str:
         """Gives the beginning of a long run that may still end with half a character."""

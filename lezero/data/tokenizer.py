@@ -1,8 +1,8 @@
 """Tokenizers: bytes (built in), byte-level BPE trained here, or any Hugging Face tokenizer folder.
 
 All of them save in the Hugging Face layout, so that `transformers.AutoTokenizer` opens the folder
-with equal encodings. No token is added to a text by itself; an end-of-text token written out in a
-text is read as that token, as transformers does.
+with equal encodings (of type `qwen2`: `PreTrainedTokenizerFast`, see docs/models.md). No token is
+added by itself; an end-of-text token written out in a text is read as that token, as there.
 """
 
 from __future__ import annotations

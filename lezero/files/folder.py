@@ -184,7 +184,10 @@ def open_regular(name: str, where: str, folder: int | None = None) -> int:
         raise CorruptError(f"{where}: missing") from None
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise CorruptError(f"{where}: a symbolic link, which is never followed") from None
+            raise CorruptError(
+                f"{where}: a symbolic link, which is never followed; copy the folder with its "
+                "files in place of links, as `cp -rL` does"
+            ) from None
         raise FileError(f"{where}: cannot be opened ({error.strerror})") from None
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -36,6 +36,7 @@ from lezero.jobs.compress_config import CompressConfig
 from lezero.jobs.perplexity import perplexity
 from lezero.models import Transformer, gguf_tokenizer
 from lezero.report.units import span
+from lezero.train.recipe import check_tokenizer
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,10 @@ def _rows(
 ) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Calibration batches (B, T) and held-out batches, in the model's own tokens."""
     data = config.data
-    if "tokenizer" not in data.model_fields_set:
+    if "tokenizer" in data.model_fields_set:
+        if holds_tokenizer(folder):
+            check_tokenizer(data.tokenizer, config.model)
+    else:
         data = data.model_copy(update={"tokenizer": TokenizerConfig(folder=str(folder))})
     longest, vocab = _limits(model)
     if data.sequence > longest:

@@ -25,6 +25,14 @@ def why_wrapped(module: nn.Module) -> str:
     )
 
 
+def is_flattened(module: nn.Module) -> bool:
+    """Whether it is one of torch's first FSDP, whose layers have views of one split parameter."""
+    return any(
+        kind.__name__ == "FullyShardedDataParallel" and kind.__module__.startswith("torch.")
+        for kind in type(module).__mro__
+    )
+
+
 def _held(module: nn.Module) -> str:
     """What a wrapper calls the module inside; nothing of others."""
     parallel = isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel)

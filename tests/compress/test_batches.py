@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lezero as lz
-from lezero.compress.quantize.batches import read_batches
+from lezero.compress.quantize.batches import comparable, read_batches
 from lezero.compress.quantize.modules import quantized_layers
 from lezero.core import facts
 from lezero.nn.buffers import BufferSnapshot
@@ -140,3 +140,15 @@ def test_a_batch_without_tensors_is_not_called_empty(batch: Any, kinds: str) -> 
         read_batches([batch])
     with pytest.raises(lz.ConfigError, match="batch 0 is empty"):
         read_batches([{}])
+
+
+def test_all_that_an_output_says_is_comparable() -> None:
+    x = torch.ones(2)
+    found = comparable((x, {"a": True, "b": 3}, 0.5, 2j, 2**2000, None, "text", torch.tensor([1j])))
+    said = [[1, 1], 1, 3, [0.5, 0], [0, 2], 2**2000 % (2**61 - 1), [[0, 1]]]
+    assert [tensor.tolist() for tensor in found] == said
+    one, two = (comparable((x, number))[1] for number in (-1, -2))
+    assert one != two
+    assert comparable((3, torch.tensor(4))) == comparable((x, object())) == []
+    with torch.device("meta"):
+        assert [tensor.device.type for tensor in comparable((x, 0.5, 1))] == ["cpu"] * 3

@@ -117,3 +117,66 @@ def test_a_layer_that_holds_an_adapter_is_quantized(scheme: Any) -> None:
         lz.quantize_(model, scheme, data=x, objective="size")
         assert difference(model(x), wanted) < 0.1
     assert all(layer.quantized for layer in lz.quantization_report(model).layers)
+
+
+class Tells(nn.Module):
+    """Gives, keeps or shows what its norm gives, in another way than as floating-point numbers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
+        self.kind = kind
+        with torch.no_grad():
+            self.norm.weight[:6] *= 30  # worth scaling
+
+    def forward(self, x: Tensor, told: Any) -> tuple[Tensor, Any]:
+        h = self.norm(x)
+        y = x + self.down(F.relu(self.up(h)))
+        if self.kind == "complex":
+            return y, told + torch.fft.fft(h)
+        if self.kind == "whole":
+            return y, told + (100 * h).round().long()
+        if self.kind == "truth":
+            return y, (told > 0) ^ (h > 0.5)
+        if self.kind == "number":
+            return y, told + float(h.abs().sum())
+        if self.kind == "kept":
+            self.feature = h
+        return y, told
+
+
+class Telling(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layers = kind, nn.ModuleList(Tells(kind) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        told: Any = 0.0 if self.kind == "number" else torch.zeros_like(x)
+        if self.kind == "complex":
+            told = torch.complex(told, told)
+        if self.kind == "whole":
+            told = told.long()
+        for layer in self.layers:
+            x, told = layer(x, told)
+        return x, torch.view_as_real(told) if self.kind == "complex" else torch.as_tensor(told)
+
+
+@pytest.mark.parametrize("kind", ["complex", "whole", "truth", "number", "kept", "hooked"])
+@SCHEMES
+def test_a_norm_that_another_reads_is_not_scaled(scheme: Any, kind: str) -> None:
+    torch.manual_seed(0)
+    model = Telling(kind).eval()
+    if kind == "hooked":
+        model.layers[0].norm.register_forward_hook(lambda *_: None)
+    made = copy.deepcopy(model)
+    lz.quantize_(made, scheme, data=[torch.randn(4, 8, 64)], objective="size")
+    assert torch.equal(made.layers[0].norm.weight, model.layers[0].norm.weight)
+
+
+@SCHEMES
+def test_a_norm_that_nothing_else_reads_is_scaled(scheme: Any) -> None:
+    torch.manual_seed(0)
+    model = Telling("nothing").eval()
+    made = copy.deepcopy(model)
+    lz.quantize_(made, scheme, data=[torch.randn(4, 8, 64)], objective="size")
+    assert not torch.equal(made.layers[0].norm.weight, model.layers[0].norm.weight)

@@ -298,3 +298,49 @@ def test_a_config_that_cannot_be_written_to_is_left_alone(kind: Any) -> None:
     assert all(used is (kind is Frozen) for used in seen)
     assert model.config.use_cache
     assert model.training
+
+
+@pytest.mark.parametrize("kind", ["nothing", "kept by a hook", "seen by a hook", "kept by itself"])
+def test_a_map_that_somebody_keeps_stays_what_it_was(kind: str) -> None:
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            features = self[0](x)
+            if kind == "kept by itself":
+                self.features = features
+            return self[3](self[2](self[1](features)))
+
+    torch.manual_seed(0)
+    model = Net(nn.Conv2d(16, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 8, 3)).eval()
+    model[1].running_var.uniform_(0.1, 5)
+    kept: list[Tensor] = []
+    if kind == "kept by a hook":
+        model[0].register_forward_hook(lambda module, args, output: kept.append(output))
+    if kind == "seen by a hook":
+        model[1].register_forward_pre_hook(lambda *_: None)
+    lz.quantize_(
+        model, lz.Int8WeightActivation(), data=[torch.randn(4, 16, 8, 8)], objective="size"
+    )
+    assert isinstance(model[1], nn.BatchNorm2d) == (kind != "nothing")
+
+
+def test_what_a_complex_output_loses_counts() -> None:
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.fft.fft(super().forward(x)), x.sum()
+
+    torch.manual_seed(0)
+    model = Net(nn.Linear(64, 64))
+    with pytest.raises(lz.NumericsError, match="budget"):
+        lz.quantize_(model, lz.Int4Weight(group=32), data=[X], objective="size", budget=1e-6)
+
+
+def test_code_that_asks_for_a_parameter_is_told() -> None:
+    class Net(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.to(next(self.parameters()).dtype))
+
+    model = Net(nn.Linear(64, 64, bias=False)).eval()
+    wanted = model(X)
+    with pytest.raises(lz.ConfigError, match=r"once it is quantized: StopIteration.*filter="):
+        lz.quantize_(model, lz.Int8Weight(), data=[X], objective="size")
+    assert torch.equal(model(X), wanted)

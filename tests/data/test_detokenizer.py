@@ -120,6 +120,19 @@ def test_a_prompt_of_bytes_is_cut_between_characters(end: str) -> None:
             assert inner.decode(first + second)[len(inner.decode(first)) :] == told
 
 
+@pytest.mark.parametrize("before", ["", "Hello", "Hello" + "😀é" * 9])
+@pytest.mark.parametrize("text", ["日本語", "éé日", "😀😀é"])
+def test_a_prompt_that_ends_within_a_character_loses_none_behind_it(before: str, text: str) -> None:
+    inner = byte_fallback()
+    ids = [inner.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+    known, end = (inner.encode(each).ids for each in (before, "Hello"))
+    for cut in range(1, len(ids)):
+        detokenizer = Detokenizer(inner.decode, known + ids[:cut])
+        told = "".join(detokenizer.add(token) for token in ids[cut:] + end) + detokenizer.finish()
+        whole = text.encode()[:cut].decode(errors="ignore")
+        assert told == text[len(whole) :] + "Hello"
+
+
 def test_half_a_character_comes_out_at_the_end_only() -> None:
     tokens = list("é".encode())[:1]
     detokenizer = Detokenizer(bytes_tokenizer().decode)

@@ -137,7 +137,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "long": ({"data": {"train": ["python-docs"], "sequence": 128}}, "model's context of 64"),
     "tokenizer": (
         {"data": {"train": ["{place}/text.txt"], "sequence": 32, "tokenizer": {"train": 300}}},
-        "the model only 257",
+        r"data.tokenizer: got \{train: 300\}, but the model in .* leave data.tokenizer out",
+    ),
+    "bytes": (
+        {"data": {"train": ["{place}/text.txt"], "sequence": 32, "tokenizer": {}}},
+        "data.tokenizer: got bytes, but the model in .* leave data.tokenizer out",
     ),
     "held out": (
         {"data": {"train": ["{place}/text.txt"], "sequence": 32, "validation": 0.0}},

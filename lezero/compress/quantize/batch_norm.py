@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lezero.compress.quantize.batches import Batch, call, comparable, first_call
-from lezero.compress.quantize.folds import near
+from lezero.compress.quantize.folds import hooked, near
 from lezero.compress.quantize.journal import Journal, mode_of
 from lezero.compress.quantize.readers import Readers
 from lezero.compress.quantize.sites import kind_of
@@ -115,7 +115,7 @@ def _pairs(model: nn.Module, batches: list[Batch], spill: Spill) -> list[tuple[A
 
 def _is_foldable(module: nn.Module) -> bool:
     """A batch norm of the plain kind that computes with the statistics that it keeps."""
-    plain = type(module) in FOLDABLE and "forward" not in module.__dict__
+    plain = type(module) in FOLDABLE and "forward" not in module.__dict__ and not hooked(module)
     return plain and module.running_mean is not None and not module.training
 
 

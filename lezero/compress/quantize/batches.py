@@ -21,6 +21,7 @@ from lezero.report.units import size
 
 Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
 _MOST = 4096  # batches of data that is not in memory yet
+_PRIME = 2**61 - 1
 
 
 def read_batches(data: Any) -> list[Batch]:
@@ -150,16 +151,38 @@ def first_call(model: nn.Module, batch: Batch, index: int = 0) -> Any:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """The floating-point tensors of a model's output, in order."""
-    leaves = list(_leaves(output))
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    """The floating-point tensors of a model's output, in order; a complex one as pairs (…, 2)."""
+    return [x for x in map(_real, _leaves(output)) if _is_floating(x)]
 
 
 def comparable(output: Any) -> list[Tensor]:
-    """`tensors_of`, but nothing where the output holds anything else that could hide a change: two
-    such outputs prove nothing."""
-    plain = Tensor | None | bool | int | float | str
-    return tensors_of(output) if all(isinstance(x, plain) for x in _leaves(output)) else []
+    """All that the output says, as real tensors: integers and numbers too. Nothing where it says
+    anything that could hide a change (an array, an object): two such outputs prove nothing. Nothing
+    without a floating-point tensor either."""
+    leaves = [_real(leaf) for leaf in _leaves(output)]
+    if not any(map(_is_floating, leaves)):
+        return []
+    if not all(isinstance(x, Tensor | None | bool | int | float | complex | str) for x in leaves):
+        return []
+    said = (leaf for leaf in leaves if leaf is not None and not isinstance(leaf, str))
+    return [leaf if isinstance(leaf, Tensor) else _as_tensor(leaf) for leaf in said]
+
+
+def _is_floating(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _as_tensor(number: complex) -> Tensor:
+    if isinstance(number, int):
+        return torch.tensor(number % _PRIME, device="cpu")  # which 64 bits hold
+    parts = [float(part) for part in (number.real, number.imag)]
+    return torch.tensor(parts, dtype=torch.float64, device="cpu")
+
+
+def _real(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor) and leaf.is_complex():
+        return torch.view_as_real(leaf.resolve_conj())
+    return leaf
 
 
 def _leaves(output: Any) -> Iterator[Any]:

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lezero.compress.quantize.tensors import place
 
 _ROWS = 32  # that are kept of each call: so many tokens say as much as all of them
 Given = dict[nn.Module, list[Tensor]]
@@ -44,6 +47,30 @@ def noting(layers: Iterable[nn.Module]) -> Iterator[Given]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def outliving(layers: Iterable[nn.Module]) -> Iterator[set[tuple[nn.Module, str]]]:
+    """Fills what it gives, as it ends, with each of `layers` whose "input" or "output" somebody
+    still holds then: the model on one of its modules, a hook. Their values may be read later."""
+    held: list[tuple[nn.Module, str, StorageWeakRef]] = []
+    kept: set[tuple[nn.Module, str]] = set()
+
+    def note(layer: nn.Module, which: str, leaf: Any) -> None:
+        if place(leaf) is not None:
+            held.append((layer, which, StorageWeakRef(leaf.untyped_storage())))
+
+    def called(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        note(layer, "input", args[0] if args else next(iter(kwargs.values()), None))
+        note(layer, "output", out)
+
+    hooks = [layer.register_forward_hook(called, with_kwargs=True) for layer in {*layers}]
+    try:
+        yield kept
+    finally:
+        for hook in hooks:
+            hook.remove()
+    kept.update((layer, which) for layer, which, storage in held if not storage.expired())
 
 
 def gather(layers: Iterable[nn.Module], run: Callable[[], list[Tensor]]) -> Evidence:

@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lezero.compress.quantize.evidence import Evidence, Given, gather
+from lezero.compress.quantize.evidence import Evidence, Given, gather, outliving
 from lezero.compress.quantize.inputs import Inputs
 from lezero.compress.quantize.journal import mode_of
 from lezero.compress.quantize.sites import Site, kind_of
@@ -73,14 +73,17 @@ def find_folds(
     """
     if not groups:
         return []
-    before = gather(calls, run)
-    before = Evidence(copied(before.outputs), before.given)
+    with outliving(calls) as kept:
+        before = gather(calls, run)
+        before = Evidence(copied(before.outputs), before.given)
     if not _same(before.outputs, run()):
         return []  # outputs that do not repeat prove nothing
     found = []
     for inputs, sites in groups:
         layers = [site.users[0].module for site in sites]
         if not all(id(site.parameter) in private for site in sites):
+            continue
+        if any((layer, "input") in kept for layer in layers):
             continue
         if not all(any(x.any() for x in before.given.get(layer, ())) for layer in layers):
             continue  # inputs of zeros stay what they are whatever they are divided by
@@ -92,6 +95,8 @@ def find_folds(
             if kind_of(producer) == "linear" and id(producer) not in chosen:
                 continue
             if not all(id(p) in private for p in producer_parameters(producer)):
+                continue
+            if (producer, "output") in kept:
                 continue
             tried += 1
             fold = Fold(producer, sites, inputs)
@@ -147,15 +152,20 @@ def _width(module: nn.Module) -> int | None:
 
 
 def in_one_place(model: nn.Module) -> set[int]:
-    """Ids of the parameters that one module has, which is itself in one place of the model, and
-    whose values can be written to."""
+    """Ids of the parameters that one module has, which is itself in one place of the model and not
+    `hooked`, and whose values can be written to."""
     count = Counter(
         id(parameter)
         for _, module in model.named_modules(remove_duplicate=False)
-        for parameter in module._parameters.values()
+        for parameter in ({} if hooked(module) else module._parameters).values()
         if parameter is not None and is_dense(parameter) and not overlaps(parameter)
     )
     return {key for key, places in count.items() if places == 1}
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether code that was hung on it sees what it is given, or what it gives."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _holds(fold: Fold, before: Evidence, run: Callable[[], list[Tensor]]) -> bool:
@@ -214,11 +224,14 @@ def near(
 ) -> bool:
     """Whether no element differs by more than `tolerance` times the largest of its token (along the
     last dim) or sample (index of dim 0). Tokens with massive values would hide all others; what is
-    not finite in both has to be the same."""
-    if one.shape != two.shape:
+    not finite in both has to be the same. Of integers, that share of them may be others: what they
+    are made of has crossed a threshold."""
+    if one.shape != two.shape or one.dtype != two.dtype:
         return False
     if not one.numel():
         return True
+    if not one.is_floating_point():
+        return int((one != two).sum()) <= tolerance * one.numel()
     dims = tuple(range(1, one.dim())) if per_sample else (-1,)
     most = one.abs().where(one.isfinite(), 0.0).amax(dims, keepdim=True)
     same = (one == two) | (one.isnan() & two.isnan())

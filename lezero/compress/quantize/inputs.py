@@ -5,6 +5,9 @@ Layers that are given the same tensor (query, key and value projections) share o
 
 from __future__ import annotations
 
+import copy
+import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -132,3 +135,20 @@ class Inputs:
         self.mean_square.div_(s_K.square())
         if self.hessian is not None:
             self.hessian.div_(s_K).div_(s_K[:, None])
+
+
+def together(parts: Sequence[Inputs]) -> Inputs:
+    """Statistics of what came through layers that share a weight; the very one of a single part,
+    and the first where another's Hessian was used up."""
+    first = parts[0]
+    if len(parts) == 1 or any(x._wants_hessian and x.hessian is None for x in parts):
+        return first
+    made, total = copy.copy(first), sum(part.count for part in parts)
+    for name in ("mean", "mean_square", "mean_size"):
+        mean = sum(getattr(part, name) * (part.count / total) for part in parts)
+        setattr(made, name, mean)
+    made.absmax = functools.reduce(torch.maximum, (part.absmax for part in parts))
+    made.count, made.factor = total, None
+    hessians = [part.hessian for part in parts if part.hessian is not None]
+    made.hessian = functools.reduce(torch.add, hessians) if hessians else None
+    return made

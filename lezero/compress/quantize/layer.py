@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lezero.compress.quantize.bias_correction import corrected_bias
-from lezero.compress.quantize.inputs import Inputs
+from lezero.compress.quantize.inputs import Inputs, together
 from lezero.compress.quantize.journal import Journal
 from lezero.compress.quantize.methods import Method, Nearest
 from lezero.compress.quantize.modules import (
@@ -46,7 +46,7 @@ def build(
     `inputs` by the name of the user; those that no data went through are missing.
     """
     weight = site.weight()
-    seen = inputs.get(linear_user(site, inputs).name)
+    seen = _all_inputs(site, inputs)
     flat = weight.flatten(1)
     grid = target.grid
     if grid.scale_dtype == "fp16":
@@ -97,6 +97,13 @@ def _codes(method: Method, w_NK: Tensor, grid: Grid, rule: str, inputs: Inputs |
         zeros += [] if made.zero is None else [made.zero]
         first += len(part)
     return Quantized(codes, torch.cat(scales), torch.cat(zeros) if zeros else None)
+
+
+def _all_inputs(site: Site, inputs: dict[str, Inputs]) -> Inputs | None:
+    """Of all layers that the weight is multiplied in, in one; None where no data came."""
+    users = [user.name for user in site.users if user.kind == site.kind]
+    found = {id(known): known for name in users if (known := inputs.get(name)) is not None}
+    return together(list(found.values())) if found else None
 
 
 def linear_user(site: Site, seen: Container[str]) -> User:

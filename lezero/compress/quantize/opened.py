@@ -72,7 +72,7 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
             raise OrderError(
                 "lz.load_quantized: give the float model, this one is quantized already"
             )
-    if not (root / MANIFEST).is_file():
+    if not _has_manifest(root):
         return import_quantized(root, model)
     _check_described(root)
     known = read_generation(root, select=lambda name: False)
@@ -95,13 +95,20 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
     return model.eval()
 
 
+def _has_manifest(root: Path) -> bool:
+    try:
+        return (root / MANIFEST).is_file()
+    except OSError as error:
+        raise FileError(f"{root}: cannot be read ({error.strerror})") from error
+
+
 def is_quantized_folder(folder: str | os.PathLike[str]) -> bool:
     """Whether `load_quantized` is what opens a folder."""
     root = Path(expand_home(folder))
     config = root / "config.json"
     if not config.is_file():
         return False
-    if (root / MANIFEST).is_file():
+    if _has_manifest(root):
         return True
     try:
         data = json.loads(config.read_text(encoding="utf-8"))
@@ -147,7 +154,8 @@ def _build(known: Generation, root: Path) -> Transformer:
             f"{root}: the model is no lezero.models.Transformer, so build it (best inside "
             "lezero.nn.meta.parameters_on_meta(); lezero.models.load_bert of the float folder for "
             "an encoder of ours) and give it: lz.load_quantized(folder, model). Answers by lz.LLM "
-            "or a command need a model that lezero.models.load_hf opened before lz.quantize_"
+            "or a command need a model that lezero.models.load_hf (Llama, Mistral, Qwen2, Qwen3) "
+            "opened before lz.quantize_, or one that lz.dequantize_ has made float again"
         )
     try:
         config = TransformerConfig.parse(shape, f"{root / MANIFEST}: model")

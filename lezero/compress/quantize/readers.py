@@ -78,3 +78,6 @@ class Readers(Watched):
 
     def _given_out(self, outputs: Any) -> None:
         self.reads(tensors_of(outputs))
+        for storage, conv in self._made.values():
+            if not storage.expired():  # somebody has kept it, to read it later
+                self._of[conv].add(None)

@@ -24,6 +24,7 @@ from lezero.compress.quantize.parts import at_once
 from lezero.compress.quantize.tensors import is_dense, kept_beside, overlaps
 from lezero.core.errors import ConfigError, NumericsError, OrderError
 from lezero.nn.blocks import blocks
+from lezero.nn.wrappers import is_flattened
 
 Kind = Literal["linear", "embedding", "conv"]
 Filter = Callable[[str, nn.Module], bool] | str | Sequence[str] | None
@@ -102,6 +103,13 @@ def find_sites(model: nn.Module, filter: Filter) -> list[Site]:
     parameters: dict[int, nn.Parameter] = {}
     words: set[tuple[int, ...]] = set()  # whatever the filter takes
     for name, module in model.named_modules():
+        if is_flattened(module):
+            where = f"'{name}'" if name else "the model"
+            raise OrderError(
+                f"lz.quantize_: {where} is wrapped by FullyShardedDataParallel, which joins and "
+                "splits all weights over ranks; quantize first, or save the model and quantize it "
+                "whole"
+            )
         for key, parameter in module._parameters.items():
             if parameter is None:
                 continue

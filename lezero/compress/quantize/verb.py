@@ -37,7 +37,7 @@ from lezero.compress.quantize.tensors import nbytes
 from lezero.compress.quantize.work import Work
 from lezero.core import device, ledger
 from lezero.core.decisions import Decisions
-from lezero.core.errors import ConfigError, NumericsError, OrderError
+from lezero.core.errors import ConfigError, LeZeroError, NumericsError, OrderError
 from lezero.core.interrupts import held_interrupts, let_in, passed_on_at
 from lezero.core.log import logger
 from lezero.nn.modes import OWN_STATISTICS, evaluating, uncompiled
@@ -217,7 +217,7 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
         if metric is not None:
             return _rated(metric, model)
         assert batches is not None
-        wanted, found = spill.get("outputs"), tensors_of(call(model, batches[0]))
+        wanted, found = spill.get("outputs"), tensors_of(_quantized_call(model, batches[0]))
         if request.budget is None:
             need_finite(wanted, found, report)
         return output_difference(wanted, found)
@@ -239,6 +239,22 @@ def _quantize(request: Request, journal: Journal, spill: Spill) -> str:
         if request.objective == "speed" and quantized_layers(model):
             return _slower(model, batches[0], report)
     return ""
+
+
+def _quantized_call(model: nn.Module, batch: Batch) -> Any:
+    """`call`, where the float model took the batch."""
+    try:
+        return call(model, batch)
+    except (LeZeroError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else ""
+        raise ConfigError(
+            "lz.quantize_: the model ran on the first batch, and does not once it is quantized: "
+            f"{why or type(error).__name__}. Code of its own may ask a layer for what only the "
+            "float one has, as next(layer.parameters()) does: leave that layer out with filter=. "
+            "The model is as it was"
+        ) from error
 
 
 def _slower(model: nn.Module, batch: Batch, report: QuantizationReport) -> str:
