@@ -37,7 +37,7 @@ from lezero.core.errors import ConfigError, FileError, OrderError
 
 _DAMAGES = (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError)
 """What reading a damaged document ends in."""
-_OF_THE_CODE = ("fused", "foreach", "capturable")
+OF_THE_CODE = ("fused", "foreach", "capturable")
 """Options that say how a step is computed, not what has been trained."""
 Packed = tuple[dict[str, Tensor], dict[str, Any]]
 
@@ -171,7 +171,7 @@ def _put(read: _Read, tensors: Mapping[str, Tensor]) -> None:
     optimizer, names, groups, states, shared, prefix = read
     for group, options in groups:
         for key, value in options.items():
-            if key in _OF_THE_CODE:
+            if key in OF_THE_CODE:
                 continue
             if (
                 key == "lr"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from lezero.core.errors import ConfigError
 
 
 def generate(
@@ -52,6 +55,8 @@ def generate(
     """
     from lezero.jobs import answer
 
+    if output is None:
+        _need_stdout()
     sampling = {
         "temperature": temperature,
         "top_k": top_k,
@@ -70,3 +75,12 @@ def generate(
         sys.stdout.flush()
     sys.stdout.write("\n")
     return 0
+
+
+def _need_stdout() -> None:
+    """`ConfigError` where it was closed before the start, and leads nowhere since (see `main`)."""
+    if getattr(sys.stdout, "name", "") == os.devnull:
+        raise ConfigError(
+            "stdout: is closed, so the answers would be lost; leave it open, or give --input and "
+            "--output"
+        )

@@ -18,6 +18,7 @@ from lezero.core.errors import ConfigError, LeZeroError, OrderError
 from lezero.core.interrupts import held_interrupts
 from lezero.serve.answer import Answer
 from lezero.serve.llm import LLM
+from lezero.serve.pairs import name_twice
 from lezero.serve.request import Request
 from lezero.serve.sampling import SamplingParams
 
@@ -118,7 +119,9 @@ def _object(text: str) -> dict[str, Any]:
     if any("\udc80" <= letter <= "\udcff" for letter in text):
         raise ConfigError("is not UTF-8")
     try:
-        data = _without_nulls(json.loads(text.removeprefix("\ufeff")))
+        data = _without_nulls(_READER.decode(text.removeprefix("\ufeff")))
+    except ConfigError:
+        raise
     except json.JSONDecodeError as error:
         raise ConfigError(f"is no JSON: {error.msg} at character {error.pos + 1}") from None
     except RecursionError:
@@ -129,6 +132,15 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(data, dict) or ("prompt" in data) == ("messages" in data):
         raise ConfigError('is no JSON object with either "prompt" or "messages"')
     return data
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if (twice := name_twice(pairs)) is not None:
+        raise ConfigError(f"has {twice[:80]!a} twice in one object; leave one of them out")
+    return dict(pairs)
+
+
+_READER = json.JSONDecoder(object_pairs_hook=_once)
 
 
 def _without_nulls(data: Any) -> Any:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from typing import Literal, get_args
 
+from torch import nn
+
+from lezero.compress.quantize.modules import quantized_layers
 from lezero.core.errors import ConfigError
 from lezero.models import Transformer
 
@@ -53,9 +56,15 @@ def _check_models(speculate: str, draft: object, model: object) -> None:
 def _check_kind(name: str, given: object) -> None:
     if isinstance(given, str | os.PathLike | Transformer):
         return
-    saves = hasattr(given, "save_pretrained")
-    remedy = "; save it and its tokenizer with save_pretrained, and give the folder"
+    remedy = ""
+    if hasattr(given, "save_pretrained"):
+        remedy = "; save it and its tokenizer with save_pretrained, and give the folder"
+        if isinstance(given, nn.Module) and quantized_layers(given):
+            remedy = (
+                "; quantized models of other code are not served: call lz.dequantize_(model), save "
+                "it and its tokenizer with save_pretrained, and give the folder"
+            )
     raise ConfigError(
         f"{name}: got {type(given).__name__}, allowed are a run, a Hugging Face folder, a .gguf "
-        f"file, or a Transformer of lezero.models{remedy if saves else ''}"
+        f"file, or a Transformer of lezero.models{remedy}"
     )

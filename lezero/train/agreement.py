@@ -11,10 +11,10 @@ import torch
 
 from lezero.core import groups
 from lezero.core.errors import UnlikeError
+from lezero.train.options import OURS
 
 _MARKS = 1 << 20
 """So many that the sum of their squares over thousands of ranks is exact in 64 bits."""
-_OURS = ("params", "param_names", "engine_lr", "scheduled_lr", "initial_lr")
 _ALIKE = 1e-6
 """Floats nearer than this are the same: processors of different makers differ in a cosine."""
 Options = dict[str, Any]
@@ -63,7 +63,7 @@ def _equal(total: int, squares: int) -> bool:
 
 
 def _compared(group: Options) -> list[str]:
-    return sorted(key for key, x in group.items() if key not in _OURS and _is_plain(x))
+    return sorted(key for key, x in group.items() if key not in OURS and _is_plain(x))
 
 
 def _is_plain(value: Any) -> bool:

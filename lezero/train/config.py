@@ -27,6 +27,8 @@ from lezero.optim import Schedule
 from lezero.parallel.zero import Zero
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+_MOST = 1 << 40
+"""Of what counts steps and the like."""
 _log = logger("train")
 
 
@@ -56,7 +58,7 @@ class ModelConfig(Config):
     tied: bool = True
     """The head shares the embedding's weights."""
     qk_norm: bool = False
-    sliding_window: int | None = Field(None, ge=1)
+    sliding_window: int | None = Field(None, ge=1, le=1 << 28)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -86,9 +88,9 @@ class ModelConfig(Config):
 class TrainConfig(Config):
     """The loop. `batch` counts sequences of one optimizer step over all ranks."""
 
-    steps: int = Field(1000, ge=1)
-    batch: int = Field(8, ge=1)
-    accumulate: int = Field(1, ge=1)
+    steps: int = Field(1000, ge=1, le=_MOST)
+    batch: int = Field(8, ge=1, le=1 << 24)
+    accumulate: int = Field(1, ge=1, le=1 << 24)
     """Micro-batches that a rank's part of the batch is cut into."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """adamw8bit keeps the moments in 8 bits: 2 bytes a parameter instead of 8."""
@@ -111,7 +113,7 @@ class TrainConfig(Config):
     pool: bool = True
     """Keep host memory blocks between steps."""
     seed: int = Field(0, ge=0, lt=2**31)
-    max_skipped: int = Field(10, ge=1)
+    max_skipped: int = Field(10, ge=1, le=_MOST)
     """Non-finite steps in a row that end the run."""
 
     @model_validator(mode="after")
@@ -122,17 +124,17 @@ class TrainConfig(Config):
 
 
 class ValidationConfig(Config):
-    every: int = Field(100, ge=0)
+    every: int = Field(100, ge=0, le=_MOST)
     """Steps between validations; 0 for none."""
-    batches: int | None = Field(None, ge=1)
+    batches: int | None = Field(None, ge=1, le=_MOST)
     """Batches of `train.batch` sequences a validation, computed in micro-batches as those of
     training are; all if not given."""
 
 
 class CheckpointConfig(Config):
-    every: int = Field(100, ge=0)
+    every: int = Field(100, ge=0, le=_MOST)
     """Steps between generations; 0 for the last one only."""
-    keep: int = Field(3, ge=1)
+    keep: int = Field(3, ge=1, le=_MOST)
     resume: bool = True
     """Go on from the newest good generation of the run's folder where there is one."""
 
@@ -142,7 +144,7 @@ class ReportConfig(Config):
     """Write TensorBoard events into the run's folder (extra `tensorboard`)."""
     samples: tuple[str, ...] = ("The ",)
     """Prompts that the trained model continues for the report."""
-    sample_tokens: int = Field(64, ge=0)
+    sample_tokens: int = Field(64, ge=0, le=1 << 28)
 
 
 class RunConfig(Config):

@@ -53,10 +53,9 @@ from lezero.train.loss import (
 )
 from lezero.train.moving_buffers import MovingBuffers
 from lezero.train.nonfinite import find_on_all
+from lezero.train.options import Options
 from lezero.train.precision import Precision, resolve_plain, resolve_sharded
 from lezero.train.randomness import seeded
-from lezero.train.rates import Rates
-from lezero.train.speed import Forms
 from lezero.train.step_requests import StepRequests
 from lezero.train.step_result import StepResult
 from lezero.train.token_ids import check_token_ids
@@ -133,7 +132,7 @@ class Engine:
             accumulate=accumulate,
         )  # fmt: skip
         self._buffers = MovingBuffers(model)
-        self.rates = Rates(model, optimizer)
+        self.options = Options(model, optimizer)
 
     @property
     def loss(self) -> LossFunction:
@@ -155,7 +154,7 @@ class Engine:
         started = time.perf_counter()
         if not self.model.training:
             self.model.train()
-        self.rates.take_new()  # here, since it may refuse
+        self.options.take_new()  # here, since it may refuse
         self.gradients.begin()
         given = split(batch, self.accumulate)
         for micro in given:
@@ -246,8 +245,8 @@ class Engine:
     def save(self, root: str | Path, **documents: Any) -> Path:
         """Writes a verified generation under `root` and waits for it; returns its folder.
 
-        `documents` are yours, of plain JSON values; `load` returns them. `OrderError` within a
-        step.
+        `documents` are yours, of plain JSON values and numbers that are not finite; `load` returns
+        them. `OrderError` within a step.
         """
         with watch.reporting(), watch.busy("saves"):
             return engine_state.save(self, Path(expand_home(root)), documents)
@@ -255,8 +254,9 @@ class Engine:
     def load(self, path: str | Path) -> dict[str, Any]:
         """Loads the newest good generation of a root, or the one named; returns its documents.
 
-        Learning rates are the file's, too, unless the optimizer had another `lr` when this engine
-        was made than when the saving one was: that one counts then, schedule or not, and is told.
+        The optimizer's options are the file's, too, unless it had another `lr`, weight decay or the
+        like when this engine was made than when the saving one was: that counts then, schedule or
+        not, and is told.
         `OrderError` within a step.
         """
         self.requests.refuse_within_step("load")
@@ -300,11 +300,11 @@ class Engine:
 
     def _set_lr(self) -> float:
         planned, last = self.schedule, self.total_steps or 1
-        self.rates.begin_step(None if planned is None else planned.factor(self.step, last))
+        self.options.begin_step(None if planned is None else planned.factor(self.step, last))
         return float(self.optimizer.param_groups[0]["lr"])
 
     def _passes(
-        self, form: Forms, micros: list[Batch], counts: list[int], total: int
+        self, form: speed.Forms, micros: list[Batch], counts: list[int], total: int
     ) -> torch.Tensor:
         """`_backward` in this form, or in another where it fails and nobody asked for it."""
         try:
@@ -313,15 +313,16 @@ class Engine:
         except Exception as error:
             if not self.tuner.failed(error):
                 raise
-        self._buffers.put_back()
-        self._buffers.keep()
+        self._buffers.rewind()
         self.gradients.begin()
+        if self.tuner.mended:
+            return self._passes(form, micros, counts, total)
         return self.tuner.instead(
             form, lambda other: self._backward(other, micros, counts, total), self.step + 1
         )
 
     def _backward(
-        self, form: Forms, micros: list[Batch], counts: list[int], total: int
+        self, form: speed.Forms, micros: list[Batch], counts: list[int], total: int
     ) -> torch.Tensor:
         """Gradients of the mean over all `total` units; returns the sum over them."""
         summed = LossSum(self.place)
@@ -372,6 +373,7 @@ class Engine:
             self._buffers.settle()
         else:
             self.gradients.forget_owed()
+            self._buffers.rewind()  # what is not finite is looked for in another pass
             try:
                 skipped = self._why_skipped(micros, loss, norm)
             finally:

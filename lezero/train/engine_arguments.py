@@ -137,7 +137,7 @@ def agree_on_arguments(
         f"option {key} of group {number} of the optimizer": value
         for number, group in enumerate(optimizer.param_groups)
         for key, value in sorted(group.items())
-        if key != "params"
+        if key not in ("params", "engine_options")
     }
     whole = sharding_of(model) is None
     parameters = {

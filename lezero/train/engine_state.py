@@ -25,7 +25,7 @@ from lezero.core import device, groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError, CorruptError, FileError, LeZeroError
 from lezero.core.log import logger
-from lezero.files import read_generation, step_path
+from lezero.files import not_finite, read_generation, step_path
 from lezero.nn.versions import versioned, versions_of
 from lezero.nn.wrappers import unwrapped
 from lezero.parallel.zero import sharding_of
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 log = logger("train")
 _MODEL, _OPTIMIZER = "model/", "optimizer/"
 _DOCUMENTS = "state", "optimizer", "random", "decisions", "environment"
+_OWN = (*_DOCUMENTS, "extra_state", "feedback", "buffers")
 
 
 def names_of(engine: Engine) -> dict[str, torch.nn.Parameter]:
@@ -60,7 +61,7 @@ def pack(engine: Engine) -> Packed:
     engine.requests.refuse_within_step("save")
     state = unwrapped(engine.model).state_dict()
     tensors = {_MODEL + n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
-    engine.rates.take_new()
+    engine.options.take_new()
     found, optimizer = checkpoint.pack_optimizer(engine.optimizer, names_of(engine))
     tensors |= found
     # A step draws from (seed, step) and needs no generator; they are for the caller's own code.
@@ -76,6 +77,7 @@ def pack(engine: Engine) -> Packed:
             "tried": engine.tuner.taken,
             "ahead": engine.tuner.ahead,
             "size": engine.tuner.size,
+            "total_steps": engine.total_steps,
         },
         "extra_state": {n: v for n, v in state.items() if not isinstance(v, torch.Tensor)},
         "optimizer": optimizer,
@@ -197,7 +199,7 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
     _check_model(loaded.path, model.state_dict(), saved)
     _warn_of_differences(loaded)
     _warn_of_buffers(loaded)
-    engine.rates.take_new()
+    engine.options.take_new()
     checkpoint.unpack_optimizer(engine.optimizer, names_of(engine), tensors, record)
     model.load_state_dict(versioned(saved, versions_of(model)))
     inner = checkpoint.inner_optimizers(engine.optimizer, names_of(engine), of_closed=True)
@@ -210,7 +212,10 @@ def restore(engine: Engine, loaded: checkpoint.Loaded) -> dict[str, Any]:
                 take_exact(parameter, value)  # which loading has rounded
     engine.step = int(state["step"])
     engine.skipped_in_a_row = int(state["skipped_in_a_row"])
-    engine.tuner.forget(list(state["tried"]), state["ahead"], int(state["size"]))
+    if state.get("total_steps", engine.total_steps) == engine.total_steps:
+        engine.tuner.forget(list(state["tried"]), state["ahead"], int(state["size"]))
+    else:  # what was timed for a run of another length may be of forms that are not tried in this
+        engine.tuner.forget([], None, 0)
     _restore_precision(engine, state["precision"])
     engine.decisions.replay = Decisions.from_json(loaded.documents["decisions"]).replay
     if _same_ranks(loaded.documents):
@@ -269,7 +274,7 @@ def save(engine: Engine, root: Path, documents: dict[str, Any]) -> Path:
         )
     with checkpoint.Saver(root, together=True) as saver:
         why = _why_spared(saver, engine.step, packed.tensors)
-        documents = {**packed.documents, **documents}
+        documents = {**packed.documents, **_written(documents)}
         saver.save(engine.step, packed.tensors, documents, packed.own, supersede=bool(why))
         error = saver.wait()
     if error is not None:
@@ -278,6 +283,13 @@ def save(engine: Engine, root: Path, documents: dict[str, Any]) -> Path:
     if why:
         log.warning("%s %s. It was moved aside", path, why)
     return path
+
+
+def _written(documents: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {name: not_finite.written(value) for name, value in documents.items()}
+    except RecursionError:
+        return documents  # the saver says that they are nested too deep
 
 
 def _why_spared(saver: checkpoint.Saver, step: int, tensors: Mapping[str, torch.Tensor]) -> str:
@@ -310,13 +322,13 @@ def _nothing(name: str) -> bool:
 
 
 def load(engine: Engine, path: Path) -> dict[str, Any]:
-    """Finds the newest good generation, or the one named, and puts it into the engine; the learning
-    rates as `Engine.load` says."""
+    """Finds the newest good generation, or the one named, and puts it into the engine; the options
+    of the optimizer as `Engine.load` says."""
     documents = restore(engine, find(engine, path))
-    for told in engine.rates.settle():
+    for told in engine.options.settle():
         if groups.is_main():
             log.warning("%s", told)
-    return documents
+    return {n: each if n in _OWN else not_finite.read(each) for n, each in documents.items()}
 
 
 def _check_model(path: Path, own: dict[str, Any], saved: dict[str, Any]) -> None:

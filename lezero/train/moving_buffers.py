@@ -46,6 +46,11 @@ class MovingBuffers:
             self._before.restore()
         self._before = None
 
+    def rewind(self) -> None:
+        """Before another pass of the same step."""
+        self.put_back()
+        self.keep()
+
     def settle(self) -> None:
         """After a step that counts."""
         self._before = None

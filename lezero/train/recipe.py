@@ -17,7 +17,7 @@ from torch import nn
 from lezero.core import device, groups
 from lezero.core.decisions import Decisions
 from lezero.core.errors import ConfigError
-from lezero.data import Data, EvalLoader, Loader, prepare
+from lezero.data import Data, EvalLoader, Loader, TokenizerConfig, prepare
 from lezero.data.build import foresee_cache, foresee_rows
 from lezero.data.tokenizer import holds_tokenizer
 from lezero.models import Transformer, TransformerConfig, load_hf, read_config
@@ -51,16 +51,22 @@ def _check_folder(config: RunConfig) -> None:
         return
     read_config(folder)
     holds = holds_tokenizer(Path(folder))
-    if holds and given.folder is None:
-        what = "bytes" if given.train is None else f"{{train: {given.train}}}"
-        raise ConfigError(
-            f"data.tokenizer: got {what}, but the model in {folder} was taught the tokens of the "
-            "tokenizer beside it; leave data.tokenizer out, and that is used"
-        )
+    if holds:
+        check_tokenizer(given, folder)
     if not holds and given.folder == folder:
         raise ConfigError(
             f"model.folder: {folder} holds no tokenizer; copy the model's own into it, or name its "
             "place: data.tokenizer={folder: …}"
+        )
+
+
+def check_tokenizer(given: TokenizerConfig, model: str) -> None:
+    """Refuses bytes and a tokenizer that would be trained, for a model that has its own."""
+    if given.folder is None:
+        what = "bytes" if given.train is None else f"{{train: {given.train}}}"
+        raise ConfigError(
+            f"data.tokenizer: got {what}, but the model in {model} was taught the tokens of the "
+            "tokenizer beside it; leave data.tokenizer out, and that is used"
         )
 
 

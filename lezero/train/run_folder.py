@@ -78,6 +78,11 @@ class RunFolder:
         try:
             if self.path.exists() and not self.path.is_dir():
                 return f"run: {self.path} is a file; name a folder, which may be new"
+            if self.path.is_symlink() and not self.path.exists():
+                return (
+                    f"run: {self.path} is a link that leads nowhere, or into itself (to "
+                    f"{os.readlink(self.path)}); remove it, or name another folder"
+                )
             if stranger := self._stranger():
                 return (
                     f"run: {self.path / stranger} was not written by a run, as far as it says, and "

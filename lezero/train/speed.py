@@ -22,6 +22,7 @@ from lezero.memory import HostPool
 from lezero.ops.attention import FastAttention, available
 from lezero.ops.attention.mode import backward
 from lezero.parallel.zero import sharding_of
+from lezero.train.compile_cache import drop_damaged
 from lezero.train.loss import Batch, LossFunction
 
 log = logger("train")
@@ -209,6 +210,8 @@ def compiler_problem(place: torch.device) -> str:
     try:
         torch.compile(_one_more)(torch.ones(2, device=place))
     except Exception as error:
+        if drop_damaged(error):
+            return compiler_problem(place)
         return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
     return ""
 

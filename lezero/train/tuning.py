@@ -8,7 +8,7 @@ steps of the run are taken now in one form and now in another, which compute the
 rounding, and their times are compared; rank 0's count. Batches may differ in length, so a time is
 taken as that of a step as large as the first, by the elements of their tensors. What was timed so
 far is part of a checkpoint: a resumed run takes its next step in the form that the interrupted one
-would have taken.
+would have taken, unless it is of another length now, and begins the trial anew.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lezero.core.errors import LeZeroError
 from lezero.core.log import logger
 from lezero.ops.attention import available, kernel_name
 from lezero.parallel.zero import sharding_of
+from lezero.train.compile_cache import drop_damaged
 from lezero.train.loss import Batch, LossFunction, size_of
 from lezero.train.precision import Precision
 from lezero.train.speed import (
@@ -71,6 +72,7 @@ class Tuner:
     form failed. size: elements of the first step's tensors, which they are of; 0: there was none
     yet.
     ahead: how many steps the run still took when the trial began; None: there is none under way.
+    mended: what `failed` last was a damaged file, which is gone: the form can run once more.
 
     [Note: a chosen form that fails later]
     A loss may do in its thousandth step what it has not done before, such as a gradient of a
@@ -107,6 +109,7 @@ class Tuner:
         self._suspect: Forms | None = None
         self._base: Forms | None = None
         self._failure = self._blamed = ""
+        self.mended = False
 
     @property
     def begun(self) -> bool:
@@ -145,6 +148,10 @@ class Tuner:
 
         A form on trial that failed on any of them has failed for all."""
         if self._suspect is not None and (failure := on_any_rank(self._blamed)):
+            if groups.is_main():
+                name = self._suspect.name
+                what = f"compile: '{name}'" if name != "eager" else "attention: LeZero's kernel"
+                log.warning("%s failed on trial and is left out: %s", what, failure)
             self._blame(failure)
         size = size_of(batches)
         self.size = self.size or size
@@ -160,6 +167,10 @@ class Tuner:
         another: of one on trial, or of one that was chosen and now fails."""
         if isinstance(error, LeZeroError):
             return False
+        dropped = drop_damaged(error)
+        self.mended = dropped and (self.trying or groups.world_size() == 1)
+        if self.mended:  # other ranks, in a form that was chosen, would not know
+            return True
         self._failure = _said(error)
         if self._trial is None:  # [Note: a chosen form that fails later]
             compiled = self.form.name != "eager"
@@ -379,4 +390,5 @@ class Tuner:
 def _said(error: Exception) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
+    error = getattr(error, "inner_exception", error)  # of torch's "backend='inductor' raised:"
     return (str(error).strip() or type(error).__name__).splitlines()[0]

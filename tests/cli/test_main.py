@@ -311,6 +311,13 @@ def test_a_stream_that_was_closed_does_not_end_a_command(tmp_path: Path) -> None
         assert failing_process("config", tmp_path, redirect).returncode == 2
 
 
+def test_answers_do_not_go_to_a_stream_that_was_closed(tmp_path: Path) -> None:
+    command = f"exec {sys.executable} -m lezero generate {tmp_path} -p hi >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "stdout: is closed" in done.stderr
+
+
 def test_help_is_wrapped_once(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", "--help"]) == 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+import lezero as lz
 from lezero.core.errors import ConfigError, FileError
 from lezero.hub.foreign import load_foreign
 from lezero.serve.foreign import TransformersProgram, _longest
@@ -212,3 +213,22 @@ def test_caches_of_preempted_requests_go_too(gpt2: Path) -> None:
     assert [answer.completion().tokens for answer in answers] == wanted
     assert tight.engine.totals.preempted > 0
     assert held(tight.program) == 0
+
+
+def test_the_way_out_of_a_quantized_model_is_told_and_works(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=97, n_embd=64, n_layer=1, n_head=4, n_positions=64)
+    model: Any = transformers.GPT2LMHeadModel(config).eval()
+    lz.quantize_(model, lz.Int8Weight(), objective="size")
+    with pytest.raises(ConfigError, match=r"call lz\.dequantize_\(model\), save it and its token"):
+        LLM(model)
+    lz.save_quantized(model, tmp_path / "quantized")
+    with pytest.raises(FileError, match=r"or one that lz\.dequantize_ has made float again"):
+        LLM(tmp_path / "quantized")
+    lz.dequantize_(model)
+    model.save_pretrained(tmp_path / "float")
+    engine = LLM(tmp_path / "float", weights="fp32")
+    asked = torch.arange(5)
+    one = SamplingParams(max_tokens=1, temperature=0)
+    (answer,) = engine.generate([asked.tolist()], one)
+    with torch.no_grad():
+        assert answer.tokens == [int(model(asked[None]).logits[0, -1].argmax())]

@@ -126,6 +126,19 @@ class Raising:
         return "".join(map(chr, tokens))
 
 
+def test_a_name_twice_in_a_line_is_refused():
+    lines = [
+        '{"prompt": "a", "max_tokens": 2, "prompt": "b"}',
+        '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+        '{"prompt": "a", "max_tokens": 2}',
+    ]
+    found = list(answer_lines(engine(), lines, GREEDY))
+    for number, name in ((1, "prompt"), (2, "content")):
+        said = f"line {number}: has '{name}' twice in one object; leave one of them out"
+        assert found[number - 1]["error"] == said
+    assert found[2]["tokens"] == 2
+
+
 @pytest.mark.parametrize("kind", [Exception, Panic])
 @pytest.mark.parametrize("stop", [[], ["zzz"]])
 def test_what_a_tokenizer_raises_ends_one_line(stop, kind):

@@ -110,7 +110,7 @@ def test_one_that_was_asked_for_or_that_other_ranks_have_stays(stub, monkeypatch
     assert groups.world_size() == ranks
 
 
-def test_every_form_may_fail_on_trial_and_each_step_is_taken_plainly(monkeypatch, tmp_path):
+def test_every_form_may_fail_on_trial_and_each_step_is_taken_plainly(monkeypatch, tmp_path, caplog):
     def compiled(compute, options):
         def run(*given):
             raise RuntimeError(WHY)
@@ -141,6 +141,10 @@ def test_every_form_may_fail_on_trial_and_each_step_is_taken_plainly(monkeypatch
     record = ours[0].decisions.records["compile"]
     assert record.chosen == "eager"
     assert [record.candidates[name]["failed"] for name in ("blocks", "step")] == [WHY, WHY]
+    told = [r.getMessage() for r in caplog.records if "failed on trial" in r.getMessage()]
+    assert told == [
+        f"compile: '{name}' failed on trial and is left out: {WHY}" for name in ("blocks", "step")
+    ]
     for step in (4, 5):  # a resume takes the step that the interrupted run would have taken
         again, _ = of_blocks("auto")
         again.load(kept[step - 1])

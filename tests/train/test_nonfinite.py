@@ -153,3 +153,35 @@ def test_a_step_whose_culprit_cannot_be_looked_for_is_skipped_all_the_same():
     assert engine.train_step(torch.ones(3, 2)).skipped is None
     told = engine.train_step(torch.full((3, 2), torch.nan)).skipped
     assert "place not found (the step run again ended in RuntimeError)" in told
+
+
+@pytest.mark.parametrize("kept", ["buffer", "frozen parameter"])
+def test_what_the_bad_pass_wrote_is_not_blamed(kept: str) -> None:
+    """A running centre is moved by the NaN of the batch; the second pass begins with it as it was
+    before the step."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line, self.centre = nn.Linear(2, 3), nn.Module()
+            value = torch.zeros(3)
+            if kept == "buffer":
+                self.centre.register_buffer("value", value)
+            else:
+                self.centre.value = nn.Parameter(value, requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.line(x - self.centre.value.sum())
+            with torch.no_grad():
+                self.centre.value.lerp_(y.mean(0), 0.1)
+            return y.square().mean()
+
+    model = Centred()
+    engine = Engine(
+        model, torch.optim.SGD(model.line.parameters(), 0.1), precision="fp32", compile="off"
+    )
+    assert engine.train_step(torch.ones(3, 2)).skipped is None
+    before = model.centre.value.clone()
+    bad = torch.tensor([[torch.nan, 1.0]])
+    assert "first at the input of module 'line'" in (engine.train_step(bad).skipped or "")
+    assert torch.equal(model.centre.value, before)

@@ -329,6 +329,21 @@ def test_a_save_beside_another_model_loses_neither(tmp_path, caplog):
     other.load(tmp_path)
 
 
+def test_the_state_of_a_scheduler_that_holds_infinities_goes_along(tmp_path):
+    engine = linear(nn.Linear(2, 1))
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(engine.optimizer, patience=1)
+    engine.save(tmp_path, scheduler=scheduler.state_dict())
+    other = linear(nn.Linear(2, 1))
+    again = torch.optim.lr_scheduler.ReduceLROnPlateau(other.optimizer, patience=5)
+    again.load_state_dict(other.load(tmp_path)["scheduler"])
+    assert again.state_dict() == scheduler.state_dict()
+    assert again.best == float("inf")
+    itself = {}
+    itself["itself"] = itself
+    with pytest.raises(FileError, match="nested more than 64 deep"):
+        engine.save(tmp_path, itself=itself)
+
+
 def full(*_):
     raise OSError(errno.ENOSPC, "no space")
 

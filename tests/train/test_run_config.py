@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lezero.core.errors import ConfigError
 from lezero.jobs.compress_config import CompressConfig
 from lezero.train.config import RunConfig
 
@@ -44,3 +45,12 @@ def test_other_ranks_do_not_warn_again(
         monkeypatch.setenv(name, value)
     config(train={"steps": 6, "schedule": {"warmup": 7}})
     assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["steps", "batch", "accumulate", "max_skipped"])
+def test_numbers_that_no_run_can_have_are_refused(name: str) -> None:
+    for value in (10**20, 10**23, 1e30, 1 << 41):
+        with pytest.raises(ConfigError, match=rf"train\.{name}: got .*, allowed is .*\d+$"):
+            config(train={name: value})
+    with pytest.raises(ConfigError, match=r"allowed is a whole number from 1 to \d+$"):
+        config(train={name: 1e30})

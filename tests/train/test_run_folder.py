@@ -238,3 +238,12 @@ def test_samples_that_cannot_be_made_do_not_end_the_run(tmp_path):
     trainer._try_to_write("sample.json", fails)
     reason = "the prompt is empty: give at least one token"
     assert told == [(f"sample.json was not written: {reason}", "warning")]
+
+
+@pytest.mark.parametrize("to", ["loop", "gone"])
+def test_a_link_that_leads_nowhere_is_told(tmp_path, to):
+    loop = tmp_path / "loop"
+    loop.symlink_to(to)
+    with pytest.raises(FileError, match=rf"is a link that leads nowhere.*\(to {to}\); remove it"):
+        RunFolder(loop).create()
+    assert loop.is_symlink()

@@ -71,7 +71,7 @@ def check_rows(
             "steps, so dim 0 must take any size"
         ) from error
     for beside in twice:
-        _compare(found, beside, coarseness)
+        compare(found, beside, coarseness)
     on_cpu = runs_on_cpu()
     # All made while the device surely works.
     further, drawn = list(_further(example, others)), _drawn(example)
@@ -154,7 +154,7 @@ class _Alone:
         if answers is None:
             return False
         for (_, alone), beside in zip(rows, answers, strict=True):
-            _compare(alone, beside, coarseness)
+            compare(alone, beside, coarseness)
         return True
 
     def _answers(self, rows: Sequence[Row]) -> Sequence[Row] | None:
@@ -167,7 +167,8 @@ class _Alone:
             return None
 
 
-def _compare(alone: Row, beside: Row, coarseness: float) -> None:
+def compare(alone: Row, beside: Row, coarseness: float) -> None:
+    """Raises `ConfigError` where a row's answer beside others is not what it is alone."""
     if beside.keys() != alone.keys():
         raise ConfigError("module: gives other outputs for other rows, so they cannot share a step")
     for name, x in alone.items():
@@ -199,14 +200,17 @@ def _further(example: Row, others: Sequence[Row]) -> Iterator[Row]:
 
 
 def _drawn(example: Row) -> list[Row]:
-    """Rows of other floating numbers, if it has such."""
+    """Rows of other floating numbers, if it has such: of both signs, as images have them from 0 to
+    1, and as they have them to 255. What takes its scale from the whole batch shows by those."""
     draw = torch.Generator().manual_seed(0)
     floats = {name: x for name, x in example.items() if _floats(x)}
-    return [
-        example
-        | {n: torch.randn(x.shape, generator=draw, device="cpu").to(x) for n, x in floats.items()}
-        for _ in range(2 if floats else 0)
-    ]
+
+    def row(numbers: Callable[..., Tensor], times: float) -> Row:
+        drawn = {n: numbers(x.shape, generator=draw, device="cpu") for n, x in floats.items()}
+        return example | {n: (times * x).to(floats[n]) for n, x in drawn.items()}
+
+    kinds = ((torch.randn, 1.0), (torch.randn, 1.0), (torch.rand, 1.0), (torch.rand, 255.0))
+    return [row(*kind) for kind in kinds] if floats else []
 
 
 def _other_whole(example: Row, on_cpu: bool) -> Iterator[Row]:

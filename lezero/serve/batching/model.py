@@ -48,6 +48,11 @@ class BatchedModel(ABC):
     def is_sound(self, answer: Any) -> bool:
         """Whether an answer holds no NaN."""
 
+    def unlike(self, alone: Any, answers: Sequence[Any]) -> str:
+        """What differs between the answers to a step of samples and that to one sample `alone`, or
+        nothing; for a user's own model, of which one sample is as the other."""
+        return ""
+
     def work(self, item: Any) -> float:
         """How much work an item is; the works of the items of a step add up."""
         return 1.0
@@ -65,21 +70,29 @@ def measured(
     let in. Returns the curve, and how many items a step may have: `most`, or as many as the last
     step that ran where a user's module fails on a larger one.
 
-    Raises `ConfigError` where such a module fails on a single item.
+    Raises `ConfigError` where such a module fails on a single item, or answers an item otherwise
+    beside many than alone.
     """
+    alone: Sequence[Any] = ()
     found: list[tuple[float, float]] = []
     end, ran = time.perf_counter() + seconds, 0
     for sample in model.samples():
         items = sample[:most]
         work = sum(model.work(item) for item in items)
         try:
-            model.run(items)
+            answers = model.run(items)
             took = [_timed(model, items) for _ in range(_REPEATS)]
         except Exception as error:
             if not model.is_users:
                 raise
             _check_failure(model, len(items), ran, error)
             return Curve(found), ran
+        alone = alone or answers
+        if unlike := model.unlike(alone[0], answers):
+            raise ConfigError(
+                f"{unlike}: a step of {len(items)} equal rows shows it, of {ran} none; give "
+                f"--batch {ran}, or rows that do not see each other"
+            )
         found += [(work, x) for x in took]
         ran = len(items)
         if ran >= most or min(took) > target_s or time.perf_counter() > end:

@@ -8,7 +8,6 @@ batch) is found at the start and refused.
 from __future__ import annotations
 
 import importlib
-import math
 import os
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from lezero.core import device
 from lezero.core.errors import ConfigError
 from lezero.core.first_calls import settle_first_calls
 from lezero.core.log import logger
-from lezero.serve.batching.independence import Row, check_rows
+from lezero.serve.batching.independence import Row, check_rows, compare
 from lezero.serve.batching.model import COUNTS, BatchedModel
 
 _FORM = "PACKAGE.MODULE:FUNCTION"
@@ -150,6 +149,14 @@ class InferModule(BatchedModel):
         for count in COUNTS:
             yield [row] * count
 
+    def unlike(self, alone: Row, answers: Sequence[Row]) -> str:
+        try:
+            for beside in answers:
+                compare(alone, beside, self._coarseness)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
     def _call(self, inputs: Row) -> Row:
         given = inputs.values()
         found = self._module(*given) if self._positional else self._module(**inputs)
@@ -257,11 +264,15 @@ def _cut(text: str) -> str:
 
 def _check_forms(example: Row, largest: Row) -> None:
     forms = [{k: (x.dtype, x.dim()) for k, x in rows.items()} for rows in (example, largest)]
-    small = [math.prod(x.shape[1:]) for x in example.values()]
-    if forms[0] != forms[1] or any(
-        a > math.prod(b.shape[1:]) for a, b in zip(small, largest.values(), strict=True)
-    ):
-        raise ConfigError("largest: must have the example's names, types and dims, and no less")
+    if forms[0] != forms[1]:
+        raise ConfigError("largest: must have the example's names, types and dims")
+    for name, x in example.items():
+        one, most = tuple(x.shape[1:]), tuple(largest[name].shape[1:])
+        if any(size > bound for size, bound in zip(one, most, strict=True)):
+            raise ConfigError(
+                f"largest: a row of {name} is {most}, and the example's is {one}: give one that is "
+                "no smaller in any dim"
+            )
 
 
 def _outputs(found: Any) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import json
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -25,6 +24,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, NoReturn, TypeGuard, TypeVar
 from urllib.parse import unquote
 
+from lezero.serve.pairs import name_twice
 from lezero.serve.server.held import Held
 from lezero.serve.server.problem import ClientGoneError, Problem
 
@@ -260,13 +260,12 @@ def _no_number(text: str) -> NoReturn:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Python's reader would take the last of values under one name, and pass over the others."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+    twice = name_twice(pairs)
+    if twice is not None:
         raise Problem(
             400, f"the body has {twice[:80]!a} twice in one object; leave one of them out"
         )
-    return found
+    return dict(pairs)
 
 
 _READER = json.JSONDecoder(parse_constant=_no_number, object_pairs_hook=_object)

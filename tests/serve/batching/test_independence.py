@@ -13,6 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lezero.core.errors import ConfigError
 from lezero.serve.batching.independence import Row, check_rows
+from lezero.serve.batching.model import measured
 from lezero.serve.batching.module import InferModule
 
 
@@ -110,6 +111,44 @@ def test_rows_of_their_own_lengths_are_taken(caplog: pytest.LogCaptureFixture) -
     assert not caplog.messages
 
 
+class Scaled(nn.Linear):
+    """Takes all rows for pixels up to 255 where one is; or all by one step of 8 bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.out_features == 3:
+            x = x / 255 if x.max() > 1.5 else x
+        else:
+            top = x.abs().max().clamp(min=1e-9) / 127
+            x = (x / top).round() * top
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("outputs", [3, 4])
+@pytest.mark.parametrize("example", [torch.zeros(1, 16), torch.randn(4, 16), torch.rand(1, 16)])
+def test_rows_that_share_a_scale_are_refused(example: torch.Tensor, outputs: int) -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ConfigError, match="depend on each other"):
+        InferModule(Scaled(16, outputs), example)
+
+
+class Capped(nn.Linear):
+    """Computes no more rows than an expert has room for; the others pass as they are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y[:12] = super().forward(x[:12])
+        return y
+
+
+def test_rows_that_see_each_other_in_large_steps_alone_are_found_as_these_are_timed() -> None:
+    torch.manual_seed(0)
+    model = InferModule(Capped(16, 16), torch.randn(1, 16))
+    assert measured(model, 10.0, most=12)[1] == 12
+    with pytest.raises(ConfigError, match=r"depend on each other.*of 16 equal .*--batch 12"):
+        measured(model, 10.0, most=64)
+    assert measured(InferModule(nn.Linear(16, 16), torch.randn(1, 16)), 10.0, most=64)[1] == 64
+
+
 def test_rows_are_compared_in_few_steps() -> None:
     steps = list[int]()
 
@@ -118,7 +157,7 @@ def test_rows_are_compared_in_few_steps() -> None:
         return rows
 
     check_rows(run, [{"x": x} for x in rows_of(16)], 0.0)
-    assert sum(steps) <= 3 + 3 * 11
+    assert sum(steps) <= 3 + 3 * 13
     steps.clear()
     ids = torch.arange(8) % 3
     check_rows(run, [dict.fromkeys(("ids", "mask", "types"), ids)], 0.0)

@@ -285,7 +285,7 @@ def test_modules_that_cannot_be_batched_are_refused() -> None:
         InferModule(torch.relu, torch.ones(1, 4))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="batch in dim 0"):
         InferModule(Net(), torch.tensor(1.0))
-    with pytest.raises(ConfigError, match="no less"):
+    with pytest.raises(ConfigError, match="no smaller in any dim"):
         InferModule(Net(), torch.ones(1, 4), torch.ones(1, 3))
 
 
@@ -375,3 +375,8 @@ def test_sparse_answers_are_refused() -> None:
 
     with pytest.raises(ConfigError, match="output: got the layout sparse_coo, allowed are dense"):
         InferModule(Sparse(), torch.ones(1, 4))
+
+
+def test_the_largest_row_is_larger_in_every_dim() -> None:
+    with pytest.raises(ConfigError, match=r"largest: a row of input is \(8, 3\), .* \(2, 8\)"):
+        InferModule(nn.Identity(), torch.ones(1, 2, 8), torch.ones(1, 8, 3))

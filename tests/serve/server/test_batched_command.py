@@ -69,7 +69,7 @@ from lezero.serve.server import host
 host._LAST_STEP_S = 0.5
 class Hangs(torch.nn.Module):
     def forward(self, x):
-        if x.sum() > 100:
+        if x.sum() > 10_000:
             print("hangs", flush=True)
             time.sleep(600)
         return x
@@ -100,7 +100,7 @@ def test_a_step_that_hangs_does_not_keep_the_process(tmp_path: Path) -> None:
             assert line, "it ended before it served"
         port = int(re.findall(r"http://\S+?:(\d+)", line)[0])
         with socket.create_connection(("127.0.0.1", port), timeout=20) as asking:
-            body = b'{"inputs": [200, 0]}'
+            body = b'{"inputs": [20000, 0]}'
             asking.sendall(head("/v1/infer", len(body)) + body)
             assert process.stdout.readline() == "hangs\n"
             process.send_signal(signal.SIGTERM)

@@ -116,8 +116,9 @@ def test_those_who_leave_before_their_turn_are_not_encoded(path: str) -> None:
     llm, slow = slowed()
     with serving(llm) as client, begin(client, path):
         until(lambda: slow.begun == 1)
-        for connection in [begin(client, path) for _ in range(4)]:
-            until(lambda: client.server.worker.active > 1)
+        leaving = [begin(client, path) for _ in range(4)]
+        until(lambda: client.server.worker.active == 5)  # else some are read after they have left
+        for connection in leaving:
             connection.close()
         until(lambda: client.server.worker.active == 1)
         slow.gate.set()

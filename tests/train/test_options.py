@@ -1,4 +1,5 @@
-"""Which learning rate counts after a load, and that the optimizer says the same as the engine."""
+"""Which options count after a load, the learning rate before all, and that the optimizer says the
+same as the engine."""
 
 import logging
 
@@ -23,6 +24,18 @@ def make(lr, schedule=None, before=lambda optimizer: None):
         model, optimizer, loss=lambda model, x: model(x).mean(), schedule=schedule, total_steps=4,
         precision="fp32", compile="off",
     )  # fmt: skip
+
+
+def built(kind, then=None, **options):
+    """An engine with a step behind it, whose options were `built` and then set to others."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    loss = lambda model, x: model(x).square().mean()  # noqa: E731
+    optimizer = kind(model.parameters(), **{"lr": 0.1, **options})
+    engine = Engine(model, optimizer, loss=loss, precision="fp32", compile="off")
+    step(engine)
+    optimizer.param_groups[0].update(then or {})
+    return engine
 
 
 def step(engine):
@@ -232,3 +245,127 @@ def test_a_scheduler_of_torch_sets_the_rates_that_it_sets_without_an_engine(name
             scheduler.step()
         seen.append(rates)
     assert seen[0] == seen[1]
+
+
+ADAM, SGD, RMS = torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop
+TRAINED = "group 0 of the optimizer was trained with "
+CHANGED = (
+    (ADAM, {"weight_decay": 0.1}, {"weight_decay": 0.5}, "weight_decay=0.1", "weight_decay=0.5"),
+    (ADAM, {"betas": (0.9, 0.99)}, {"betas": (0.9, 0.9)}, "betas=(0.9, 0.99)", "betas=(0.9, 0.9)"),
+    (ADAM, {"eps": 1e-8}, {"eps": 1e-6}, "eps=1e-08", "eps=1e-06"),
+    (
+        ADAM, {"lr": 0.1, "maximize": True}, {"lr": 0.2}, "lr=0.1, maximize=True",
+        "lr=0.2, maximize=False",
+    ),
+    (ADAM, {"amsgrad": True}, {"amsgrad": False}, "amsgrad=True", "amsgrad=False"),
+    (SGD, {"momentum": 0.9}, {"momentum": 0.8}, "momentum=0.9", "momentum=0.8"),
+    (SGD, {"momentum": 0.9}, {"momentum": 0.0}, "momentum=0.9", "momentum=0"),
+    (
+        SGD, {}, {"momentum": 0.9, "nesterov": True}, "momentum=0, nesterov=False",
+        "momentum=0.9, nesterov=True",
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "there", "here", "before", "now"), CHANGED)
+def test_an_option_that_this_engine_was_built_with_counts_and_is_told(
+    tmp_path, caplog, kind, there, here, before, now
+):
+    path = built(kind, **there).save(tmp_path)
+    engine = built(kind, **here)
+    wanted = dict(engine.optimizer.param_groups[0])
+    engine.load(path)
+    group = engine.optimizer.param_groups[0]
+    assert {key: group[key] for key in engine.optimizer.defaults} == {
+        key: wanted[key] for key in engine.optimizer.defaults
+    }
+    count = "count" if "," in before.split(")")[-1] else "counts"
+    assert f"{TRAINED}{before} and is given {now} now, which {count} from here on" in caplog.text
+    step(engine)
+    caplog.clear()
+    built(kind, **here).load(engine.save(tmp_path))
+    assert TRAINED not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "then"),
+    [
+        (ADAM, {"weight_decay": 0.0}),
+        (ADAM, {"betas": (0.5, 0.9)}),
+        (SGD, {"momentum": 0.5, "nesterov": True}),
+    ],
+)
+def test_an_option_set_in_mid_run_goes_on_where_the_run_is_built_as_before(
+    tmp_path, caplog, kind, then
+):
+    options = {"momentum": 0.9} if kind is SGD else {}
+    path = built(kind, then, **options).save(tmp_path)
+    for _ in range(2):
+        engine = built(kind, **options)
+        engine.load(path)
+        group = engine.optimizer.param_groups[0]
+        assert {key: group[key] for key in then} == then
+        path = engine.save(tmp_path)
+    assert "was trained with" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [(ADAM, {"amsgrad": True}), (RMS, {"momentum": 0.9}), (RMS, {"centered": True})],
+)
+def test_an_option_whose_state_was_not_saved_stays_off_and_is_told(tmp_path, caplog, kind, option):
+    path = built(kind).save(tmp_path)
+    engine = built(kind, **option)
+    engine.load(path)
+    (key, given), *_ = option.items()
+    assert not engine.optimizer.param_groups[0][key]
+    assert f"is given {key}={given} now, for which its state was not saved" in caplog.text
+    step(engine)
+    caplog.clear()
+    engine.load(engine.save(tmp_path))
+    assert f"is given {key}={given} now" in caplog.text  # each time, since it is still off
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("again", ["before", "after"])
+def test_a_scheduler_that_moves_the_momentum_is_no_other_option(tmp_path, caplog, order, again):
+    def started(order):
+        made = []
+
+        def cycle(optimizer):
+            made.append(lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10))
+
+        engine = make(0.1, before=cycle if order == "before" else lambda optimizer: None)
+        if order == "after":
+            cycle(engine.optimizer)
+        return engine, *made
+
+    engine, scheduler = started(order)
+    for _ in range(3):
+        step(engine)
+        scheduler.step()
+    momentum = engine.optimizer.param_groups[0]["momentum"]
+    path = engine.save(tmp_path)
+    other, _ = started(again)
+    other.load(path)
+    assert other.optimizer.param_groups[0]["momentum"] == momentum
+    assert "momentum=" not in caplog.text
+
+
+@pytest.mark.parametrize("cycled", [False, True])
+def test_betas_count_beside_a_scheduler_that_moves_the_first(tmp_path, caplog, cycled):
+    """One of the run before moves nothing here; one that is here moves the first alone."""
+    engine = built(ADAM)
+    scheduler = lr_scheduler.OneCycleLR(engine.optimizer, 1.0, total_steps=10)
+    for _ in range(3):
+        step(engine)
+        scheduler.step()
+    moved = engine.optimizer.param_groups[0]["betas"][0]
+    path = engine.save(tmp_path)
+    other = built(ADAM, betas=(0.7, 0.95))
+    if cycled:
+        lr_scheduler.OneCycleLR(other.optimizer, 1.0, total_steps=10)
+    other.load(path)
+    first = moved if cycled else 0.7
+    assert other.optimizer.param_groups[0]["betas"] == pytest.approx((first, 0.95))
+    assert "betas=" in caplog.text
