@@ -136,7 +136,7 @@ class RankPool:
                 kind, value, start_s = pickle.loads((folder / f"result-{rank}").read_bytes())
             except FileNotFoundError:
                 log = (folder / f"log-{rank}").read_text(errors="replace").strip()
-                failures[rank] = RankError(f"rank {rank} {end}\n{log[-2000:]}".strip())
+                failures[rank] = RankError(f"rank {rank} {end}\n{log[-8000:]}".strip())
                 continue
             starts.append(start_s)
             if kind == "error":
@@ -254,6 +254,7 @@ def _rank_process(job: dict[str, Any], rank: int, port: int) -> None:
         log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        faulthandler.enable()  # where each thread is, if it crashes
         faulthandler.dump_traceback_later(0.9 * job["timeout_s"])  # where it hangs, if it does
         outcome = _call(job, rank, port)
         status = int(outcome[0] == "error")

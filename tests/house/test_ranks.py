@@ -34,6 +34,12 @@ def die_on(rank: int) -> None:
     dist.barrier()
 
 
+def crash_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.abort()
+    dist.barrier()
+
+
 def sleep(seconds: float) -> None:
     time.sleep(seconds)
 
@@ -98,6 +104,12 @@ def test_the_rank_that_failed_first_is_the_cause_though_all_have_ended(
 def test_a_killed_rank_is_named_with_what_it_printed(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"rank 1 was killed by SIGKILL\nabout to die"):
         ranks(2, die_on, 1)
+
+
+def test_a_crash_is_told_with_where_each_thread_was(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"rank 1 was killed by SIGABRT\n") as caught:
+        ranks(2, crash_on, 1)
+    assert "in crash_on" in str(caught.value)
 
 
 def test_a_hang_is_ended_in_time(ranks: RankPool) -> None:
