@@ -279,7 +279,8 @@ def _fail(job: dict[str, Any], error: Exception) -> int:
     if isinstance(error, RendezvousConnectionError):
         say(f"error: no launcher answers at {where}")
     elif isinstance(error, RendezvousError):
-        say(f"error: fewer than {job['nodes'][0]} machines met at {where}: {error}")
+        why = str(error) or f"within the {job['join_timeout_s']} s of --join-timeout"
+        say(f"error: fewer than {job['nodes'][0]} machines met at {where}: {why}")
     else:
         say(f"error: the launcher failed: {error}")
     return 1

@@ -375,3 +375,12 @@ def test_a_folded_batch_norm_alone_is_no_quantized_model(tmp_path: Path) -> None
     lz.dequantize_(model)
     with pytest.raises(lz.OrderError, match="no layer is quantized"):
         save_quantized(model, tmp_path / "q")
+
+
+def test_a_model_without_values_is_not_written(tmp_path: Path) -> None:
+    model, data = small(), tokens(1)[0]
+    lz.quantize_(model, lz.Int8Weight(), data=data, objective="size")
+    for layout in ("lezero", "compressed-tensors"):
+        with pytest.raises(lz.OrderError, match="'.+' has no values .* lz.load_quantized"):
+            lz.save_quantized(model.to("meta"), tmp_path / "q", layout=layout)
+    assert not (tmp_path / "q").exists()

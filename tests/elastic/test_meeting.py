@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from lezero.elastic import LaunchConfig
-from lezero.elastic.agent import _meeting
+from lezero.elastic.agent import _fail, _meeting
 
 GROWING = """
 import os, sys
@@ -89,7 +89,7 @@ def job(port: int, seconds: int) -> dict[str, Any]:
 
 
 def test_launchers_wait_for_each_other_as_long_as_was_said(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every one waited 60 s for the first to come, and 600 s for the last."""
     monkeypatch.setattr(
@@ -108,8 +108,10 @@ def test_launchers_wait_for_each_other_as_long_as_was_said(
         first = _meeting(job(port, 1))
         second = coming.result(30)
     assert second._store.timeout == timedelta(seconds=60)  # type: ignore[attr-defined]
-    with pytest.raises(RendezvousTimeoutError):
+    with pytest.raises(RendezvousTimeoutError) as late:
         first.next_rendezvous()
+    assert _fail({**job(port, 1), "debug": False}, late.value) == 1
+    assert f"localhost:{port}: within the 1 s of --join-timeout" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

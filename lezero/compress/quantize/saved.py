@@ -59,7 +59,7 @@ def save_quantized(
     how tokens are chosen and, in the first layout, how sentence-transformers makes vectors of
     texts. A folder that was written by this in the same layout is replaced; any other that holds
     something, and one to which files were added, is refused. Raises `OrderError` when no layer is
-    quantized, `ConfigError` for what a layout cannot hold, `NumericsError` for parameters that are
+    quantized or some have no values, `ConfigError` for what a layout cannot hold, `NumericsError` for parameters that are
     NaN and scales that are no finite numbers, and `FileError`.
     """
     check_module(model, "lz.save_quantized")
@@ -189,6 +189,11 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
                 f"lz.save_quantized: '{name}' in the state_dict is a {type(value).__name__}, and a "
                 "file holds tensors only; where get_extra_state of a module gives it, keep it in a "
                 "buffer, or give a tensor there"
+            )
+        if value.is_meta:
+            raise OrderError(
+                f"lz.save_quantized: '{name}' has no values (it is on the meta device); fill the "
+                "model first, as lz.load_quantized does"
             )
     return state
 
