@@ -10,6 +10,7 @@ step, all ranks of this machine computing at once.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
@@ -58,8 +59,9 @@ class Forecast:
     the machine's measured rate for them in FLOP/s, where known. stage: of ZeRO, None where the
     model is not sharded (pages that ranks share count once over their sharers). attention: whose
     kernel computes it. limit_bytes: what one rank may use. stated_error: of memory and time, as
-    fractions; memory's is never less than 32 MiB, on the CPU the largest block of a step (at most
-    0.2), and 0.25 where copies that convolutions make are not known (`lezero.memory.recorded`).
+    fractions of the forecast; memory's is never less than 32 MiB, on the CPU the largest block of a
+    step (at most 0.2), and 0.25 where copies that convolutions make are not known
+    (`lezero.memory.recorded`).
     """
 
     memory_bytes: int
@@ -199,11 +201,12 @@ def forecast(
 
 
 def _error_of_memory(trace: Trace, spec: StepSpec, memory: int) -> float:
-    """One small object in the hole of the largest block, and the heap grows by another of it."""
+    """One small object in the hole of the largest block, and the heap grows by another of it, or
+    none and it does not. In whole percent, as people are told, since the rest moves a little."""
     least = max(STATED_ERROR["memory"], _LEAST_ERROR_BYTES / memory)
     if spec.device != "cpu":
         return least
-    least = max(least, min(_FEW_BLOCKS, trace.largest / memory))
+    least = max(least, min(_FEW_BLOCKS, math.ceil(100 * trace.largest / memory) / 100))
     return max(least, _WITHOUT_COPIES) if trace.holders else least
 
 

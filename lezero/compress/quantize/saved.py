@@ -59,8 +59,8 @@ def save_quantized(
     how tokens are chosen and, in the first layout, how sentence-transformers makes vectors of
     texts. A folder that was written by this in the same layout is replaced; any other that holds
     something, and one to which files were added, is refused. Raises `OrderError` when no layer is
-    quantized or some have no values, `ConfigError` for what a layout cannot hold, `NumericsError` for parameters that are
-    NaN and scales that are no finite numbers, and `FileError`.
+    quantized or some have no values, `ConfigError` for what a layout cannot hold, `NumericsError`
+    for parameters that are NaN and scales that are no finite numbers, and `FileError`.
     """
     check_module(model, "lz.save_quantized")
     check_names(model, "lz.save_quantized")
