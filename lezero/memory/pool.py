@@ -36,8 +36,6 @@ _KEEPING = (_LARGEST, _LARGEST, 64 << 20)
 _USUAL = (32 << 20, 64 << 20, 128 << 10)
 """Thresholds (mmap, trim) and pad that glibc moves to by itself once a block of 32 MiB was freed;
 a process that sets one of them keeps the others where they are, and there is no way to ask."""
-_LARGE = 128 << 10
-"""From here on glibc maps a block of its own, unless told otherwise."""
 _MADV_HUGEPAGE = 14
 _HUGE = 2 << 20
 _enabled = 0  # pools of this process that are on
@@ -90,8 +88,7 @@ def blocks_kept() -> Iterator[None]:
 
 @contextmanager
 def frees_reach_the_kernel() -> Iterator[None]:
-    """What is freed meanwhile has left the process afterwards, whichever heap it lay in; a large
-    block that was also taken meanwhile leaves at once.
+    """What is freed meanwhile has left the process afterwards, whichever heap it lay in.
 
     `give_back_free_blocks` leaves the end of every heap but the first: those of threads, and of a
     main thread that was once refused memory, which glibc then sends to another heap for good.
@@ -100,7 +97,8 @@ def frees_reach_the_kernel() -> Iterator[None]:
     if libc is None:
         yield
         return
-    _set(libc, _LARGE, _LARGE, 0)
+    libc.mallopt(_M_TRIM_THRESHOLD, 128 << 10)
+    libc.mallopt(_M_TOP_PAD, 0)
     try:
         yield
     finally:

@@ -42,18 +42,15 @@ def _mkl() -> ctypes.CDLL | None:
 
 def scratch_of(run: Callable[[], object]) -> int:
     """Bytes that MKL takes for `run`, writes to and keeps; 0 where they are as few as almost any
-    call needs, or without MKL. `run` is called at least once, and what is kept is dropped: they
-    are seen as what the process no longer has then."""
-    return agreed(lambda: _reading(run)) or 0
+    call needs, or without MKL. `run` is called at least once, and what is kept is dropped.
 
-
-def agreed(reading: Callable[[], int | None]) -> int | None:
-    """Other threads allocate meanwhile: what two readings agree on, or the middle one of five;
-    None as soon as a reading is."""
+    They are seen as what the process no longer has once they are dropped, and other threads
+    allocate meanwhile: two readings must agree, or the middle one of five counts.
+    """
     found: list[int] = []
     while len(found) < _READINGS:
-        if (size := reading()) is None:
-            return None
+        if (size := _reading(run)) is None:
+            return 0
         if any(abs(size - other) <= _AGREE * other for other in found):
             return size
         found.append(size)
