@@ -87,16 +87,19 @@ def _codes(method: Method, w_NK: Tensor, grid: Grid, rule: str, inputs: Inputs |
         inputs.weigh(w_NK)
     if grid.group == "tensor":
         return method.codes(w_NK.to(torch.float32, copy=True), grid, rule, inputs)
+    # Room for all of them first: scales that stay, some after each part, would lie between the
+    # large tensors that go, and the allocator could not use those holes again.
     codes = torch.empty(w_NK.shape, dtype=grid.code_dtype, device=w_NK.device)
-    scales, zeros, first = [], [], 0
-    most = _AT_ONCE_WITH_HESSIAN if method.needs_hessian else at_once(w_NK.device)
+    scale = torch.empty(grid.scale_shape(w_NK.shape), device=w_NK.device, dtype=torch.float32)
+    whole = Quantized(codes, scale, torch.empty_like(scale) if grid.zero_point else None)
+    most, first = _AT_ONCE_WITH_HESSIAN if method.needs_hessian else at_once(w_NK.device), 0
     for part in w_NK.split(max(1, most // max(1, w_NK.shape[1]))):
         made = method.codes(part.to(torch.float32, copy=True), grid, rule, inputs)
-        codes[first : first + len(part)] = made.codes
-        scales.append(made.scale)
-        zeros += [] if made.zero is None else [made.zero]
+        for all_rows, some in zip(whole, made, strict=True):
+            if all_rows is not None and some is not None:
+                all_rows[first : first + len(part)] = some
         first += len(part)
-    return Quantized(codes, torch.cat(scales), torch.cat(zeros) if zeros else None)
+    return whole
 
 
 def _all_inputs(site: Site, inputs: dict[str, Inputs]) -> Inputs | None:
