@@ -17,7 +17,7 @@ from lezero.compress.quantize.exported import why_not_exported
 from lezero.compress.quantize.modules import QuantizedLinear, quantized_layers
 from lezero.compress.quantize.weights import PackedWeight
 from lezero.models import Transformer, TransformerConfig
-from lezero.ops.quantize import Grid, quantize
+from lezero.ops.quantize import Grid, Quantized, quantize
 from tests.compress.test_quantize import small, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -86,6 +86,56 @@ def test_zero_points_open_where_weights_are_decoded(
     theirs = opened(tmp_path / "out", quantization_config=decoded)
     assert difference(logits(theirs), logits(model)) < EQUAL
     same_weights(theirs, model)
+
+
+def held(model: Transformer, name: str, grid: Grid) -> None:
+    """Another grid for a layer's weight, as an import of GPTQ may have it."""
+    layer: Any = model.get_submodule(name)
+    made = quantize(layer.weight.decode(torch.float32), grid)
+    layer.weight = PackedWeight.of(made, grid, torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
+def test_layers_that_can_be_described_alike_are(tmp_path: Path) -> None:
+    """transformers decodes all layers by the first description."""
+    model = quantized(lz.Int4Weight(group=64, zero_point=True))
+    held(model, LAYER, Grid("int4", 64))
+    held(model, "layers.0.self_attn.q_proj", Grid("int4", "row", True))
+    assert model.layers[0].self_attn.q_proj.weight.full_shape[1] == 64
+    save_quantized(model, tmp_path / "out", layout="compressed-tensors")
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert [group["targets"] for group in config["config_groups"].values()] == [["Linear"]]
+    decoded = transformers.CompressedTensorsConfig(dequantize=True)
+    theirs = opened(tmp_path / "out", quantization_config=decoded)
+    assert difference(logits(theirs), logits(model)) < EQUAL
+    same_weights(theirs, model)
+
+
+def test_zero_points_in_the_middle_are_none(tmp_path: Path) -> None:
+    """Symmetric checkpoints of 8 bits may have a code of -128, which our grid without zero points
+    has not."""
+    model = quantized(lz.Int8Weight())
+    for name, layer in quantized_layers(model).items():
+        weight: Any = layer.weight
+        if isinstance(layer, QuantizedLinear) and name != "lm_head":
+            codes, scale, _ = weight.unpacked()
+            codes = codes.to(torch.int16) + 128
+            codes[0, 0] = 0
+            made = Quantized(codes.to(torch.uint8), scale, torch.full_like(scale, 128))
+            layer.weight = PackedWeight.of(made, Grid("int8", "row", True), torch.float32)
+    save_quantized(model, tmp_path / "out", layout="compressed-tensors")
+    theirs = opened(tmp_path / "out")
+    assert difference(logits(theirs), logits(model)) < EQUAL
+    same_weights(theirs, model)
+
+
+def test_what_no_one_description_says_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = quantized(lz.Int4Weight(group=32, zero_point=True))
+    held(model, LAYER, Grid("int4", "row", True))
+    save_quantized(model, tmp_path / "out", layout="compressed-tensors")
+    assert "transformers opens no folder with zero points whose layers differ" in caplog.text
 
 
 def rounded(model: Transformer, levels: float, low: int) -> Transformer:

@@ -154,6 +154,64 @@ def test_parts_of_another_type_are_refused_with_what_they_should_hold() -> None:
         read_layer(cut, (N, K), Foreign(**GPTQ))
 
 
+def test_what_is_wrong_with_the_groups_is_told() -> None:
+    N, K = 32, 80
+    parts = {
+        "qweight": torch.zeros(K // 8, N, dtype=torch.int32),
+        "qzeros": torch.zeros(3, N // 8, dtype=torch.int32),
+        "scales": torch.ones(3, N, dtype=torch.float16),
+        "g_idx": torch.arange(K) // 32,
+    }
+    for place, group, said in (
+        (5, -1, r"g_idx\[5\] is -1, it should be 0 to 2; correct group_size, or copy"),
+        (79, 3, r"g_idx\[79\] is 3, it should be 0 to 2"),
+        (0, 2, "g_idx puts 31 inputs in group 0, it should be 32"),
+        (79, 1, "g_idx puts 33 inputs in group 1, it should be 32"),
+    ):
+        g_idx = parts["g_idx"].clone()
+        g_idx[place] = group
+        with pytest.raises(ValueError, match=said):
+            read_layer({**parts, "g_idx": g_idx}, (N, K), Foreign(**GPTQ))
+
+
+def test_a_layer_without_its_codes_is_named(tmp_path: Path) -> None:
+    folder(tmp_path, GPTQ)
+    path, name = tmp_path / "model.safetensors", "model.layers.0.mlp.up_proj.qweight"
+    tensors = load_file(path)
+    del tensors[name]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(lz.FileError, match=r"'layers\.0\.mlp\.up_proj': qweight is missing; copy"):
+        load_quantized(tmp_path)
+
+
+def test_another_kind_of_model_is_to_be_given(tmp_path: Path) -> None:
+    zeros = torch.full((32, 2), 8)
+    one_layer(tmp_path, GPTQ, zeros, words(zeros.T - 1, 4))
+    change(tmp_path, model_type="opt")
+    with pytest.raises(
+        lz.FileError, match=r"'opt' is not built here.* lz.load_quantized.folder, m"
+    ):
+        load_quantized(tmp_path)
+    assert "up" in quantized_layers(load_quantized(tmp_path, OneLayer()))
+
+
+class Tied(OneLayer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32, 64)
+        self.words.weight = self.up.weight
+
+
+def test_codes_of_a_weight_that_is_another_layers_too_are_refused(tmp_path: Path) -> None:
+    zeros = torch.full((32, 2), 8)
+    one_layer(tmp_path, GPTQ, zeros, words(zeros.T - 1, 4))
+    rewrite(tmp_path, **{"words.weight": torch.ones(32, 64)})
+    model = Tied()
+    with pytest.raises(lz.FileError, match=r"its weight is that of 'words' too.* tie_word_embed"):
+        load_quantized(tmp_path, model)
+    assert model.words.weight is model.up.weight
+
+
 class Masked(OneLayer):
     _keys_to_ignore_on_load_unexpected = (r"attention.bias",)
 

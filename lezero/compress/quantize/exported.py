@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ _HEAD = "lm_head"
 _ZEROS = (
     "transformers opens zero points with "
     "quantization_config=CompressedTensorsConfig(dequantize=True) only; zero_point=False needs none"
+)
+_ZEROS_IN_GROUPS = (
+    "transformers opens no folder with zero points whose layers differ in bits, groups or rounded "
+    "inputs; other servers do. zero_point=False, or one scheme for all layers, needs no other"
 )
 _SHOWN = 5
 _BIASES = (
@@ -69,28 +74,23 @@ def export_compressed_tensors(
         )
     _check_biases(model)
     layers = _held_layers(model)
+    for name, layer in layers.items():
+        _check(name, layer)
+    grids = _grids({name: layer.weight for name, layer in layers.items()})
     dtype = model.norm.weight.dtype
     tensors: dict[str, Tensor] = {}
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for name, layer in layers.items():
-        weight = layer.weight
-        if not isinstance(layer, QuantizedLinear) or not _can(weight):
-            raise ConfigError(
-                f"layout 'compressed-tensors': '{name}' ({layer.weight.extra_repr()}) cannot be "
-                "written in it; int4 and int8 in rows or groups can, without act-order"
-            )
-        assert isinstance(weight, PackedWeight)
-        _check_groups(name, weight)
         static = layer.input_scale is not None
         # Readers know no scales of blocks of a token: they get inputs that are not rounded.
-        scheme = _scheme(weight.grid, 16 if layer.x_block else layer.x_bits, static)
+        scheme = _scheme(grids[name], 16 if layer.x_block else layer.x_bits, static)
         for known, members in groups:
             if known == scheme:
                 members.append(name_there(name))
                 break
         else:
             groups.append((scheme, [name_there(name)]))
-        parts = _parts(name, weight, scheme["format"], dtype)
+        parts = _parts(name, layer.weight, scheme, dtype)
         if layer.input_scale is not None:
             parts["input_scale"] = _stored(name, layer.input_scale.reshape(1), dtype)
         if layer.bias is not None:
@@ -99,7 +99,7 @@ def export_compressed_tensors(
     tensors |= _floats(model, set(layers), dtype)
     tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
     if any(name.endswith("weight_zero_point") for name in tensors):
-        _LOG.warning("%s: %s", folder, _ZEROS)
+        _LOG.warning("%s: %s", folder, _ZEROS if len(groups) == 1 else _ZEROS_IN_GROUPS)
     return write_hf(
         model.actual_config,
         folder,
@@ -148,17 +148,47 @@ def _check_biases(model: Transformer) -> None:
         )
 
 
-def _can(weight: nn.Module) -> bool:
-    return isinstance(weight, PackedWeight) and not isinstance(weight, OrderedWeight)
-
-
-def _check_groups(name: str, weight: PackedWeight) -> None:
+def _check(name: str, layer: Any) -> None:
+    """`ConfigError` where the layout cannot say what a layer is."""
+    weight, rest = layer.weight, "; save with layout='lezero', which keeps it"
+    if isinstance(weight, OrderedWeight):
+        raise ConfigError(
+            f"layout 'compressed-tensors': '{name}' has its inputs in act-order, which it cannot "
+            f"say{rest}"
+        )
+    if not isinstance(layer, QuantizedLinear) or not isinstance(weight, PackedWeight):
+        raise ConfigError(
+            f"layout 'compressed-tensors': '{name}' ({weight.extra_repr()}) cannot be written in "
+            f"it; int4 and int8 in rows or groups can{rest}"
+        )
     K, group = weight.full_shape[1], weight.group
     if group and K % group:
         raise ConfigError(
             f"layout 'compressed-tensors': '{name}' has {K} inputs in groups of {group}, the last "
             "of them cut short, which transformers does not open; save with layout='lezero'"
         )
+
+
+def _grids(weights: Mapping[str, PackedWeight]) -> dict[str, Grid]:
+    """What each layer is written as. transformers decodes all layers by one description, so layers
+    of the same bits are given the same where they can be: zero points, those in the middle too,
+    where one of them has others; and groups where a row is one of the others' groups."""
+    off_middle: set[int] = set()
+    groups = {(weight.grid.bits, weight.group) for weight in weights.values()}
+    for weight in weights.values():
+        zero = weight.unpacked().zero if weight.grid.zero_point else None
+        if zero is not None and bool((zero.float() != _middle(weight)).any()):
+            off_middle.add(weight.grid.bits)
+    made = {}
+    for name, weight in weights.items():
+        bits, K = weight.grid.bits, weight.full_shape[1]
+        group = K if (bits, K) in groups else weight.grid.group
+        made[name] = replace(weight.grid, zero_point=bits in off_middle, group=group)
+    return made
+
+
+def _middle(weight: PackedWeight) -> int:
+    return 1 << (weight.grid.bits - 1)
 
 
 def _scheme(grid: Grid, x_bits: int, static: bool) -> dict[str, Any]:
@@ -225,20 +255,23 @@ def _config(
     }
 
 
-def _parts(name: str, weight: PackedWeight, form: str, dtype: torch.dtype) -> dict[str, Tensor]:
+def _parts(
+    name: str, weight: PackedWeight, scheme: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, Tensor]:
     codes, scale, zero = weight.unpacked()
-    bits, middle = weight.grid.bits, 1 << (weight.grid.bits - 1)
+    bits, middle = weight.grid.bits, _middle(weight)
     counted = codes.to(torch.int16) + (middle if codes.dtype == torch.int8 else 0)
     parts = {"weight_scale": _stored(name, scale, dtype)}
     whole = None
-    if zero is not None:
-        whole = zero.float().round()
-        if not torch.equal(whole, zero.float()):
+    if not scheme["weights"]["symmetric"]:
+        found = torch.full_like(scale, middle) if zero is None else zero
+        whole = found.float().round()
+        if not torch.equal(whole, found.float()):
             raise ConfigError(
                 f"layout 'compressed-tensors': the zero points of '{name}' are no whole numbers; "
                 "quantize with zero_point=False, or another method than 'hqq'"
             )
-    if form == "int-quantized":
+    if scheme["format"] == "int-quantized":
         parts["weight"] = (counted - middle).to(torch.int8)
         if whole is not None:
             parts["weight_zero_point"] = (whole - middle).to(torch.int8)

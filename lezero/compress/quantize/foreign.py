@@ -22,6 +22,7 @@ import torch
 from pydantic import ConfigDict
 from torch import Tensor
 
+from lezero.compress.quantize.sites import not_finite
 from lezero.core.config import Config
 from lezero.core.errors import FileError
 from lezero.ops.quantize import Grid, Quantized
@@ -33,6 +34,7 @@ _SCALES: dict[torch.dtype, Literal["fp32", "fp16", "bf16"]] = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
 }
+_AGAIN = "copy the files of the model again, or write the checkpoint again"
 _INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
@@ -99,7 +101,7 @@ def read_layer(tensors: Mapping[str, Tensor], shape: tuple[int, int], about: For
     }
     for name, size in wanted.items():
         if name not in tensors:
-            raise ValueError(f"{name} is missing")
+            raise ValueError(f"{name} is missing; {_AGAIN}")
         if tuple(tensors[name].shape) != size:
             raise ValueError(
                 f"{name} is {tuple(tensors[name].shape)}, it should be {size} at {bits} bits and "
@@ -112,8 +114,10 @@ def read_layer(tensors: Mapping[str, Tensor], shape: tuple[int, int], about: For
                 f"{name} holds {tensors[name].dtype}, it should hold "
                 f"{' or '.join(map(str, allowed))}; write the checkpoint again with that"
             )
-    if not torch.isfinite(tensors["scales"]).all():
-        raise ValueError("scales holds values that are NaN or infinite")
+    if bad := not_finite(tensors["scales"]):
+        raise ValueError(
+            f"{bad} of {tensors['scales'].numel()} values of scales are NaN or infinite; {_AGAIN}"
+        )
     order, disputed = None, False
     if gptq:
         if about.desc_act and G > 1 and "g_idx" not in tensors:
@@ -192,8 +196,21 @@ def _order(g_idx: Tensor | None, K: int, group: int) -> Tensor | None:
         return None
     order = torch.argsort(groups, stable=True)
     if not torch.equal(groups[order], in_rows):
-        raise ValueError(f"g_idx has no groups of {group} inputs")
+        raise ValueError(f"{_wrong_group(groups, in_rows)}; correct group_size, or {_AGAIN}")
     return order.to(torch.int32)
+
+
+def _wrong_group(groups: Tensor, wanted: Tensor) -> str:
+    """What is the matter with the groups of the inputs, where they are not those wanted in some
+    order."""
+    most = int(wanted.max())
+    outside = ((groups < 0) | (groups > most)).nonzero()
+    if len(outside):
+        place = int(outside[0])
+        return f"g_idx[{place}] is {int(groups[place])}, it should be 0 to {most}"
+    sizes, right = torch.bincount(groups, minlength=most + 1), torch.bincount(wanted)
+    place = int((sizes != right).nonzero()[0])
+    return f"g_idx puts {sizes[place]} inputs in group {place}, it should be {right[place]}"
 
 
 def _on_grid(

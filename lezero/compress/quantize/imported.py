@@ -6,7 +6,7 @@ import functools
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from lezero.core.errors import ConfigError, FileError
 from lezero.core.interrupts import held_interrupts
 from lezero.memory.pool import give_back_free_blocks
 from lezero.models import Transformer
-from lezero.models.hf_config import from_hf, unread
+from lezero.models.hf_config import SUPPORTED, from_hf, unread
 from lezero.models.huggingface import (
     no_regular_file,
     read_json,
@@ -85,6 +85,14 @@ def import_quantized(root: Path, model: nn.Module | None) -> nn.Module:
 
 def _build(data: dict[str, Any], root: Path) -> Transformer:
     plain = {key: value for key, value in data.items() if key != "quantization_config"}
+    kind = data.get("model_type")
+    if kind not in SUPPORTED:
+        raise FileError(
+            f"{root / 'config.json'}: model_type {str(kind)[:40]!r} is not built here, built are "
+            f"{', '.join(SUPPORTED)}; build the model yourself (best inside "
+            "lezero.nn.meta.parameters_on_meta()) and give it: lz.load_quantized(folder, model). "
+            "lz.LLM and commands open those built here only"
+        )
     try:
         config = from_hf(plain, str(root / "config.json"))
     except ConfigError as error:
@@ -185,14 +193,10 @@ def _layers(
     """Each layer's weight, packed as it is read: codes take a byte each before."""
     found: dict[str, PackedWeight] = {}
     disputed: list[str] = []
-    modules = dict(model.named_modules())
-    for name in [key.removesuffix(".qweight") for key in stored if key.endswith(".qweight")]:
-        module = modules.get(name)
-        if module is None or kind_of(module) != "linear":
-            remedy = _of_tied_head(name, model, root)
-            raise FileError(
-                f"{root}: '{name}' is quantized, but is no linear layer of the model{remedy}"
-            )
+    names = _named(model, stored)
+    _check_layers(names, model, root)
+    for name in names:
+        module = model.get_submodule(name)
         parts = {part: stored[f"{name}.{part}"][1] for part in _PARTS if f"{name}.{part}" in stored}
         held = module.get_parameter("weight").shape
         shape = torch.Size(held[::-1]) if type(module).__name__ == "Conv1D" else held
@@ -234,6 +238,37 @@ def _warn_of_zeros(layers: list[str], about: Foreign, root: Path) -> None:
         f"format 'gptq' have two rules; they are read {rule}",
         stacklevel=5,  # the caller of load_quantized
     )
+
+
+def _named(model: nn.Module, stored: _Stored) -> list[str]:
+    """Layers that any part of a quantized one is there for."""
+    own, ends = model.state_dict(), tuple(f".{part}" for part in _PARTS if part != "g_idx")
+    found = (key.rpartition(".")[0] for key in stored if key.endswith(ends) and key not in own)
+    return list(dict.fromkeys(found))
+
+
+def _check_layers(names: Sequence[str], model: nn.Module, root: Path) -> None:
+    """Raises `FileError` where one is no linear layer, or its weight is in the model another
+    layer's too, which has no codes in the files: the two would be one no longer."""
+    modules = dict(model.named_modules())
+    for name in names:
+        module = modules.get(name)
+        if module is None or kind_of(module) != "linear":
+            remedy = _of_tied_head(name, model, root)
+            raise FileError(
+                f"{root}: '{name}' is quantized, but is no linear layer of the model{remedy}"
+            )
+    users: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    for name in names:
+        there = users[id(model.get_parameter(f"{name}.weight"))]
+        if others := [other for other in there if other not in names]:
+            raise FileError(
+                f"{root}: '{name}' is quantized, and in the model its weight is that of "
+                f"'{others[0]}' too, which is not: set tie_word_embeddings to false in "
+                f"{root / 'config.json'}, and build the model from it"
+            )
 
 
 def _of_tied_head(name: str, model: nn.Module, root: Path) -> str:
