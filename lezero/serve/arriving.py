@@ -51,8 +51,7 @@ def room_for(source: Arriving, bits: int, scheme: Scheme | None) -> int:
         else:
             read, largest_end = read + sizes[name], max(largest_end, numel)
             looked_up = bits == 16 and name == EMBEDDING and not tied
-            kept = sizes[name] if looked_up else kept  # as it was read
-            made += [] if looked_up else [kept]
+            made += [] if looked_up and sizes[name] == kept else [kept]  # it stays as it was read
         stay += kept
     codes = largest if bits < 16 else 0
     joined = max(sum(x.get(one, 0) for one in ones) for x in blocks.values() for ones in _JOINED)

@@ -142,6 +142,15 @@ class Coder:
             return None
 
 
+def check_coder(coder: object) -> None:
+    """Raises `ConfigError` for what is no `Coder`, such as a tokenizer itself."""
+    if coder is not None and not isinstance(coder, Coder):
+        raise ConfigError(
+            f"coder: got a {type(coder).__name__}, allowed is lezero.serve.coder.Coder(tokenizer, "
+            "end_tokens)"
+        )
+
+
 def open_coder(place: str | Path, folder: Path | None) -> Coder:
     """The tokenizer of a model: of `folder`, or where there is none of the GGUF file `place`."""
     if folder is None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lezero.core import device
 from lezero.core.errors import ConfigError, FileError, LeZeroError
@@ -48,11 +48,19 @@ def open_foreign(place: str, weights: str) -> TransformersProgram:
     Raises what `foreign_type` and `load_foreign` do; `FileError` for a model that this engine
     cannot run.
     """
-    program = TransformersProgram(
-        load_foreign(place, foreign_type(place, weights)).to(device.device())
-    )
+    model = load_foreign(place, foreign_type(place, weights)).to(device.device())
+    _hold(model)
+    program = TransformersProgram(model)
     program.try_out(place)
     return program
+
+
+def _hold(model: nn.Module) -> None:
+    """transformers leaves weights of the wanted type in the file, mapped: whoever writes into that
+    would change the answers, and whoever cuts it short end the process."""
+    for held in (*model.parameters(), *model.buffers()):
+        if held.device.type == "cpu" and not held.untyped_storage().resizable():
+            held.data = held.data.clone()
 
 
 def foreign_type(place: str, weights: str) -> torch.dtype:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,9 @@ class FusedProgram(Program):
         self._head = merged([head], x_blocks)
         if head is model.embed_tokens and self._head.bits == 16:
             self._embedding = _PackedRows(self._head)  # one copy serves both
+            model.embed_tokens = Taken()  # type: ignore[assignment]
+        elif _is_wide(table := getattr(self._embedding, "weight", None)):
+            self._embedding = nn.Embedding.from_pretrained(table.detach().bfloat16())
             model.embed_tokens = Taken()  # type: ignore[assignment]
         model.lm_head = None
         del head
@@ -218,6 +221,10 @@ class FusedProgram(Program):
         found = [*self._embedding.parameters(), *self._embedding.buffers(), self._norm]
         weights = [self._head, *(w for y in self._decoder.layers for w in _matrices(y))]
         return found + [x for w in weights for x in _tensors(w)]
+
+
+def _is_wide(weight: Tensor | nn.Module | None) -> TypeGuard[Tensor]:
+    return isinstance(weight, Tensor) and weight.is_floating_point() and weight.itemsize > 2
 
 
 def _beginning(embedding: nn.Module) -> Beginning | None:

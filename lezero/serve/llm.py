@@ -17,7 +17,7 @@ from lezero.core.interrupts import held_interrupts, let_in, letting_in
 from lezero.memory.pool import give_back_free_blocks
 from lezero.models import Transformer
 from lezero.serve.answer import Answer, Completion, Stream
-from lezero.serve.coder import Coder, Message
+from lezero.serve.coder import Coder, Message, check_coder
 from lezero.serve.draft import DraftModel
 from lezero.serve.embed import embed
 from lezero.serve.engine import Engine
@@ -98,6 +98,7 @@ class LLM:
         sizes: dict[str, Any] = {"context": context, "max_requests": max_requests}
         sizes["cache_bytes"] = cache_bytes
         check_options(model, weights, kv, speculate, draft, **sizes)
+        check_coder(coder)
         own = GenerationDefaults() if isinstance(model, Transformer) else read_generation(model)
         give_back_free_blocks()
         before = resident_bytes()

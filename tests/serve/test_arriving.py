@@ -63,6 +63,18 @@ def test_a_folder_becomes_what_the_whole_model_does(
         same(found, program_of(load_hf(tmp_path / name), weights))
 
 
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_bf16_is_the_same_whatever_type_the_file_has(tmp_path: Path, name: str) -> None:
+    """The table of words too, which was kept in fp32 where the head is another matrix."""
+    model = small(**MODELS[name])
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    save_hf(model, tmp_path / "fp32")
+    save_hf(model.bfloat16(), tmp_path / "bf16")
+    found, _ = open_program(tmp_path / "fp32", "bf16")
+    same(found, open_program(tmp_path / "bf16", "bf16")[0])
+
+
 @pytest.mark.parametrize(
     ("kind", "weights"),
     [*(("F16", x) for x in WEIGHTS), *(("Q8_0", x) for x in WEIGHTS[1:]), ("Q4_1", "int8")],

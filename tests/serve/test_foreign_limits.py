@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +60,22 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def greedy(count: int) -> SamplingParams:
     return SamplingParams(max_tokens=count, temperature=0)
+
+
+def test_a_file_that_is_written_to_changes_no_answers(gpt2: Path, tmp_path: Path) -> None:
+    """transformers maps weights of the wanted type: reading behind the end of a file that was cut
+    short would end the process, so it is overwritten first."""
+    shutil.copytree(gpt2, tmp_path / "served")
+    file, given = tmp_path / "served" / "model.safetensors", prompts(3)
+    llm = LLM(tmp_path / "served", weights="fp32")
+    before = [answer.tokens for answer in llm.generate(given, greedy(8))]
+    held = file.read_bytes()
+    with file.open("r+b") as writer:
+        writer.seek(len(held) // 2)
+        writer.write(b"\xff" * (len(held) - len(held) // 2))
+    assert [answer.tokens for answer in llm.generate(given, greedy(8))] == before
+    file.open("wb").close()
+    assert [answer.tokens for answer in llm.generate(given, greedy(8))] == before
 
 
 def test_a_prompt_beyond_the_models_limit_is_refused_up_front(tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
 
 from lezero.cli.main import main
 from lezero.core.errors import ConfigError, FileError
+from lezero.data.tokenizer import bytes_tokenizer
 from lezero.models import save_hf
 from lezero.serve.llm import LLM
 from lezero.serve.offline import answer_lines
@@ -43,6 +45,12 @@ def test_a_folder_of_weights_alone_takes_tokens(weights: Path) -> None:
             ask()
     with pytest.raises(ConfigError, match="stop: this model has no tokenizer"):
         llm.generate([[5]], SamplingParams(stop="x"))
+
+
+def test_a_coder_is_more_than_a_tokenizer() -> None:
+    given: Any = bytes_tokenizer()
+    with pytest.raises(ConfigError, match=r"coder: got a .*, allowed is lezero.serve.coder.Coder"):
+        LLM(small(), coder=given)
 
 
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
