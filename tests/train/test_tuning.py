@@ -328,7 +328,7 @@ def test_a_form_that_fails_in_a_step_is_left_and_the_step_taken(compiler, monkey
             attention="torch",
         )  # fmt: skip
         losses.append([engine.train_step(batch(i)).loss for i in range(14)])
-    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)  # a compiled loss rounds as it likes
     record = engine.decisions.records["compile"]
     # What fails while a whole step is compiled torch runs as it is written, as fast as plainly.
     assert record.chosen != "blocks"
