@@ -164,8 +164,9 @@ def test_an_answer_with_too_many_log_probabilities_ends(stream: bool) -> None:
     body = {**MANY, "n": 4, "max_tokens": 30, "ignore_eos": True, "stream": stream}
     with serving(small_llm(), answers_bytes=1 << 18) as client:
         found = client.ask("/v1/chat/completions", body)
-        assert found.status == (200 if stream else 400)
-        told = found.body.rpartition(b"data: ")[2] if stream else found.body
+        # A stream that is too much before its first piece went out has a status of its own.
+        assert found.status in ((200, 400) if stream else (400,))
+        told = found.body.rpartition(b"data: ")[2]
         assert json.loads(told)["error"]["param"] == "logprobs"
         until(lambda: client.server.app.held.bytes == 0)
         until(lambda: client.server.worker.active == 0)
