@@ -131,14 +131,20 @@ def test_awq_by_the_newer_name_of_its_version(key: str, tmp_path: Path) -> None:
     load_quantized(tmp_path)
 
 
-def test_parts_of_another_type_are_refused_with_what_they_should_hold() -> None:
-    N, K = 32, 64
-    parts = {
+def of_zeros(N: int, K: int) -> dict[str, Tensor]:
+    """A layer in groups of 32, the last of them cut short."""
+    groups = -(-K // 32)
+    return {
         "qweight": torch.zeros(K // 8, N, dtype=torch.int32),
-        "qzeros": torch.zeros(2, N // 8, dtype=torch.int32),
-        "scales": torch.ones(2, N, dtype=torch.float16),
+        "qzeros": torch.zeros(groups, N // 8, dtype=torch.int32),
+        "scales": torch.ones(groups, N, dtype=torch.float16),
         "g_idx": torch.arange(K) // 32,
     }
+
+
+def test_parts_of_another_type_are_refused_with_what_they_should_hold() -> None:
+    N, K = 32, 64
+    parts = of_zeros(N, K)
     read_layer(parts, (N, K), Foreign(**GPTQ))
     for name, dtype, said in (
         ("qweight", torch.int64, "holds torch.int64, it should hold torch.int32; write"),
@@ -156,12 +162,7 @@ def test_parts_of_another_type_are_refused_with_what_they_should_hold() -> None:
 
 def test_what_is_wrong_with_the_groups_is_told() -> None:
     N, K = 32, 80
-    parts = {
-        "qweight": torch.zeros(K // 8, N, dtype=torch.int32),
-        "qzeros": torch.zeros(3, N // 8, dtype=torch.int32),
-        "scales": torch.ones(3, N, dtype=torch.float16),
-        "g_idx": torch.arange(K) // 32,
-    }
+    parts = of_zeros(N, K)
     for place, group, said in (
         (5, -1, r"g_idx\[5\] is -1, it should be 0 to 2; correct group_size, or copy"),
         (79, 3, r"g_idx\[79\] is 3, it should be 0 to 2"),

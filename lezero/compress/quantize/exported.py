@@ -46,7 +46,7 @@ _ZEROS = (
 )
 _ZEROS_IN_GROUPS = (
     "transformers opens no folder with zero points whose layers differ in bits, groups or rounded "
-    "inputs; other servers do. zero_point=False, or one scheme for all layers, needs no other"
+    "inputs; for it quantize with zero_point=False, or all layers by one scheme"
 )
 _SHOWN = 5
 _BIASES = (

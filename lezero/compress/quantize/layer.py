@@ -96,6 +96,7 @@ def _codes(method: Method, w_NK: Tensor, grid: Grid, rule: str, inputs: Inputs |
     for part in w_NK.split(max(1, most // max(1, w_NK.shape[1]))):
         made = method.codes(part.to(torch.float32, copy=True), grid, rule, inputs)
         for all_rows, some in zip(whole, made, strict=True):
+            assert (all_rows is None) == (some is None), f"zero points are not those of {grid}"
             if all_rows is not None and some is not None:
                 all_rows[first : first + len(part)] = some
         first += len(part)
