@@ -40,7 +40,7 @@ class TestMSE(ObserverConformance):
 def kept(name: str, x: torch.Tensor) -> float:
     observer = observers.get(name)()
     observer.observe(x[None])
-    low, high = observer.range(256)
+    low, high = observer.range(256, symmetric=True)
     return float(torch.maximum(high, -low))
 
 
@@ -69,6 +69,54 @@ def test_mse_has_the_least_error():
     assert error("mse") <= min(error(name) for name in ("minmax", "kl")) * 1.02
 
 
+def squared_error(x: torch.Tensor, low: float, high: float, symmetric: bool) -> float:
+    """Of 8-bit codes that cover low … high."""
+    if symmetric:
+        step = max(high, -low) / 127
+        codes = torch.round(x / step).clamp(-127, 127)
+    else:
+        step = (high - low) / 255
+        zero = round(-low / step)
+        codes = (torch.round(x / step) + zero).clamp(0, 255) - zero
+    return float((codes * step - x).square().mean())
+
+
+def activations() -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(0)
+    x, F = 3 * torch.randn(1 << 17, generator=made), torch.nn.functional
+    gelu, silu = F.gelu(x), F.silu(x)
+    some = {"relu": x.relu(), "leaky_relu": F.leaky_relu(x), "gelu": gelu, "silu": silu}
+    some |= {"hardswish": F.hardswish(x), "elu": F.elu(x), "tanh": x.tanh(), "normal": x}
+    for name, most in (("far", 1000.0), ("farther", 6000.0)):
+        some |= {name: torch.cat([x, torch.tensor([most])])}
+    return some
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("name", activations())
+def test_mse_is_as_good_as_the_best_of_all_cuts(name: str, symmetric: bool) -> None:
+    x = activations()[name]
+    low, high = min(0.0, float(x.min())), float(x.max())
+    observer = MeanSquaredError()
+    observer.observe(x[None])
+    found = [float(bound) for bound in observer.range(256, symmetric)]
+    most = max(high, -low)
+    cuts = [(max(low, -most * i / 100), min(high, most * i / 100)) for i in range(4, 101)]
+    best = min(squared_error(x, *cut, symmetric) for cut in cuts)
+    assert squared_error(x, *found, symmetric) <= 1.02 * best
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("name", ["leaky_relu", "gelu", "silu", "hardswish"])
+def test_what_lies_close_below_0_does_not_decide(name: str, symmetric: bool) -> None:
+    def highest(name: str) -> float:
+        observer = KLDivergence()
+        observer.observe(activations()[name][None])
+        return float(observer.range(256, symmetric)[1])
+
+    assert highest(name) > 0.75 * highest("relu")
+
+
 @pytest.mark.parametrize("name", ["percentile", "kl", "mse"])
 def test_values_that_came_before_larger_ones_keep_their_places(name: str) -> None:
     made = torch.Generator().manual_seed(0)
@@ -87,7 +135,7 @@ def test_values_may_be_of_any_size(name: str, size: float) -> None:
     x = torch.randn(1, 50_000, generator=torch.Generator().manual_seed(0))
     observer = observers.get(name)()
     observer.observe(x * size)
-    low, high = observer.range(256)
+    low, high = observer.range(256, symmetric=True)
     assert kept(name, x[0]) == pytest.approx(float(torch.maximum(high, -low)) / size, rel=0.02)
 
 

@@ -136,11 +136,9 @@ def _static_scale(inputs: Inputs | None, with_zero: bool) -> tuple[Tensor, Tenso
     """Scale (and zero point 0 … 255) of a layer's inputs from what its observer saw."""
     assert inputs is not None
     assert inputs.observer is not None
-    low, high = inputs.observer.range(256)
+    low, high = inputs.observer.range(256, symmetric=not with_zero)
     least = torch.finfo(torch.float32).tiny
     if not with_zero:
-        if bool((low == 0) | (high == 0)):  # half of the codes stand for what never comes
-            low, high = inputs.observer.range(128)
         return (torch.maximum(high, -low) / 127).clamp(min=least).float(), None
     scale = ((high - low) / 255).clamp(min=least).float()
     return scale, torch.round(-low / scale).clamp(0, 255).to(torch.int32)

@@ -22,7 +22,7 @@ class MinMax(Observer):
         self._low = low if self._low is None else torch.minimum(self._low, low)
         self._high = high if self._high is None else torch.maximum(self._high, high)
 
-    def range(self, levels: int) -> tuple[Tensor, Tensor]:
+    def range(self, levels: int, symmetric: bool = False) -> tuple[Tensor, Tensor]:
         assert self._low is not None
         assert self._high is not None
         return self._low.clamp(max=0.0), self._high.clamp(min=0.0)

@@ -2,10 +2,9 @@
 
 Who calls what when: a calibration makes one observer for the input of each layer that needs a
 static scale (`channels` = 1: one for the whole tensor), calls `observe` with the values of each
-batch, arranged as (channels, values), and in the end `range`, again with fewer levels where all
-values have one sign but the codes have two. Values beyond the range will saturate. Built in:
-"minmax", "percentile", "kl", "mse"; a plug-in's: entry point group `lezero.plugins`, name
-`observer.<name>`.
+batch, arranged as (channels, values), and in the end `range`. Values beyond the range will
+saturate. Built in: "minmax", "percentile", "kl", "mse"; a plug-in's: entry point group
+`lezero.plugins`, name `observer.<name>`.
 
 `tests/compress/observer_conformance.py` holds a test class that a new observer's tests inherit.
 """
@@ -31,10 +30,12 @@ class Observer(ABC):
         """Takes in one batch of values, finite floats; N may differ from batch to batch."""
 
     @abstractmethod
-    def range(self, levels: int) -> tuple[Tensor, Tensor]:
+    def range(self, levels: int, symmetric: bool = False) -> tuple[Tensor, Tensor]:
         """Lowest and highest value to keep, fp32 (channels,), for a grid of `levels` codes.
 
-        The lowest is at most 0, the highest at least 0, and both lie within what was seen (or 0).
+        They lie evenly from the lowest to the highest, or, where `symmetric`, as far below 0 as
+        above it, whichever is the farther, with 0 in their middle. The lowest is at most 0, the
+        highest at least 0, and both lie within what was seen (or 0).
         """
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from lezero.compress.quantize.observers.histogram import BINS, Histogram
+from lezero.compress.quantize.observers.histogram import BINS, Histogram, Seen
 from lezero.compress.quantize.observers.observer import observers
 
 KEPT = 0.9999
@@ -17,8 +14,8 @@ class Percentile(Histogram):
     Low-Precision Networks Close to Full-Precision Networks for Efficient Embedded Inference",
     section 3.2: 99.99% for activations)."""
 
-    def threshold(self, levels: int) -> Tensor:
-        share_CB = self.counts_CB.cumsum(1) / self.counts_CB.sum(1, keepdim=True).clamp(min=1)
+    def threshold(self, seen: Seen) -> float:
+        up_to_B = seen.counts_SB.sum(0).cumsum(0) + seen.zeros
         # Never fewer bins than the one where the share is reached.
-        bins_C = (share_CB < KEPT).sum(1) + 1
-        return self.top_C * torch.clamp(bins_C, max=BINS) / BINS
+        bins = int((up_to_B < KEPT * up_to_B[-1]).sum()) + 1
+        return seen.width * min(bins, BINS)

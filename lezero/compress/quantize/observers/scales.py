@@ -60,7 +60,8 @@ def _scale(
     most = x_CN.abs().amax(1, keepdim=True)
     observer = observers.get(rule)()
     observer.observe((x_CN / most.clamp(min=torch.finfo(torch.float32).tiny)).reshape(1, -1))
-    bounds = [bound.to(w_NK.device) * most for bound in observer.range(1 << grid.bits)]
+    seen = observer.range(1 << grid.bits, symmetric=not grid.zero_point)
+    bounds = [bound.to(w_NK.device) * most for bound in seen]
     low = torch.maximum(bounds[0], x_CN.amin(1, keepdim=True).clamp(max=0.0))
     high = torch.minimum(bounds[1], x_CN.amax(1, keepdim=True).clamp(min=0.0))
     return scale_of_range(low, high, grid)
