@@ -111,3 +111,16 @@ def test_what_was_noted_of_a_part_does_not_stay() -> None:
     assert ledger.applied(model[0]) == ()
     with pytest.raises(lz.OrderError, match="has no quantization report"):
         lz.quantization_report(model[0])
+
+
+def test_a_layer_with_a_name_of_a_quantized_one_stays_as_it_is() -> None:
+    taken, buffered, named = (nn.Linear(64, 64) for _ in range(3))
+    buffered.register_buffer("input_scale", torch.tensor(3.0))
+    named.x_bits = 4
+    model = nn.Sequential(taken, buffered, named)
+    keys = list(model.state_dict())
+    lz.quantize_(model, lz.Int8Weight(), objective="size")
+    assert [type(layer) is nn.Linear for layer in model] == [False, True, True]
+    lz.dequantize_(model)
+    assert list(model.state_dict()) == keys
+    assert (float(buffered.input_scale), named.x_bits) == (3.0, 4)

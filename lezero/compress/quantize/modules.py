@@ -35,6 +35,7 @@ from lezero.ops.linear import conv_int8
 _FLOAT = {"_parameters": ("weight", "bias"), "_buffers": (), "_modules": ()}
 SCALES = ("input_scale", "input_zero")
 _QUANTIZED = {"_parameters": ("bias",), "_buffers": SCALES, "_modules": ("weight",)}
+_ATTRIBUTES = ("float_class", "had_bias", "trains", "x_bits", "x_block")
 
 
 class QuantizedLayer(nn.Module):
@@ -96,7 +97,7 @@ class QuantizedLayer(nn.Module):
         for kind, names in _QUANTIZED.items():
             own[kind] = _others(self, kind, names)
         own["_parameters"] = {"weight": weight, **bias, **own["_parameters"]}
-        for name in ("float_class", "had_bias", "trains", "x_bits", "x_block", *sizes):
+        for name in (*_ATTRIBUTES, *sizes):
             own.pop(name, None)
 
     @property
@@ -106,6 +107,11 @@ class QuantizedLayer(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         return keeping_types(self, SCALES, lambda: super(QuantizedLayer, self)._apply(fn, recurse))
+
+
+def has_own_names(module: nn.Module) -> bool:
+    """Whether somebody registered on a float layer what a quantized one has under that name."""
+    return any(hasattr(module, name) for name in (*SCALES, *_ATTRIBUTES))
 
 
 def _others(module: nn.Module, kind: str, own: tuple[str, ...]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from lezero.compress.quantize.modules import even_padding
+from lezero.compress.quantize.modules import even_padding, has_own_names
 from lezero.compress.quantize.parts import at_once
 from lezero.compress.quantize.tensors import is_dense, kept_beside, overlaps
 from lezero.core.errors import ConfigError, NumericsError, OrderError
@@ -75,20 +75,21 @@ class Site:
 def kind_of(module: nn.Module) -> Kind | None:
     """How `module` can be quantized; None where it cannot."""
     if type(module) is nn.Linear or _is_conv1d_of_transformers(module):
-        return "linear" if _has_plain_bias(module) else None
+        return "linear" if _is_plain(module) else None
     if type(module) is nn.Embedding:
-        return "embedding" if module.max_norm is None else None
+        return "embedding" if _is_plain(module) and module.max_norm is None else None
     if type(module) is nn.Conv1d or type(module) is nn.Conv2d:
         even = even_padding(module.padding, module.kernel_size, module.dilation) is not None
-        plain = module.padding_mode == "zeros" and even
-        return "conv" if plain and _has_plain_bias(module) else None
+        fits = module.padding_mode == "zeros" and even
+        return "conv" if fits and _is_plain(module) else None
     return None
 
 
-def _has_plain_bias(module: nn.Module) -> bool:
-    """Whether its bias is a parameter, or none: one that is computed (`torch.nn.utils.prune`) or in
-    a buffer would be lost."""
-    return getattr(module, "bias", None) is module._parameters.get("bias")
+def _is_plain(module: nn.Module) -> bool:
+    """Whether nothing of it would be lost: not a bias that is computed (`torch.nn.utils.prune`) or
+    in a buffer, nor what somebody registered under a name that a quantized layer has."""
+    bias = getattr(module, "bias", None) is module._parameters.get("bias")
+    return bias and not has_own_names(module)
 
 
 def find_sites(model: nn.Module, filter: Filter) -> list[Site]:

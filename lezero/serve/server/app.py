@@ -67,6 +67,8 @@ class App:
         except ClientGoneError:
             exchange.status = exchange.status or 499
         except asyncio.CancelledError:
+            if self.draining and exchange.status is None:  # its body was still on the way
+                await exchange.fail(_shutting_down())
             raise
         except BaseException as error:  # a panic of tokenizers is no Exception
             _LOG.error("a bug in LeZero while answering %s", exchange.path, exc_info=error)
@@ -166,7 +168,7 @@ class App:
 
     def _check_open(self) -> None:
         if self.draining:
-            raise Problem(503, "the server is shutting down", retry_s=5)
+            raise _shutting_down()
         if self.face.broken is not None:
             raise Problem(503, "the engine has failed", code="engine_error")
 
@@ -204,3 +206,7 @@ class App:
         body, policy = page()
         headers = [("content-security-policy", policy), ("referrer-policy", "no-referrer")]
         await exchange.reply(200, body, "text/html; charset=utf-8", headers)
+
+
+def _shutting_down() -> Problem:
+    return Problem(503, "the server is shutting down", retry_s=5)

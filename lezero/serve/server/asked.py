@@ -43,7 +43,7 @@ _NOT_BUILT: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
-    "best_of": (1,),
+    "best_of": (),
     "echo": (False,),
     "suffix": ("",),
 }
@@ -116,7 +116,10 @@ def _check_names(form: Form, given: Mapping[str, Any]) -> None:
             continue
         if name not in _NOT_BUILT:
             raise wrong(name, "this server does not know it", code="unknown_parameter")
-        if not any(type(value) is type(x) and value == x for x in _NOT_BUILT[name]):
+        allowed = _NOT_BUILT[name]
+        if name == "best_of":  # all that are made are given, so never more than that
+            allowed = (given.get("n") or 1,)
+        if not any(type(value) is type(x) and value == x for x in allowed):
             raise wrong(name, "not supported by this server", code="unsupported_parameter")
 
 
@@ -124,9 +127,9 @@ def _params(form: Form, given: Mapping[str, Any]) -> SamplingParams:
     values: dict[str, Any] = {name: given[name] for name in _SAMPLING if name in given}
     if not isinstance(values.get("top_p"), bool) and values.get("top_p") == 0:
         values["top_p"] = _LIKELIEST_ALONE  # OpenAI's range begins with 0
-    most = _whole(given, "max_completion_tokens", 1) or _whole(given, "max_tokens", 1)
-    if most is not None:
-        values["max_tokens"] = most
+    for name in ("max_tokens", "max_completion_tokens"):  # the last one counts
+        if (most := _whole(given, name, 1)) is not None:
+            values["max_tokens"] = most
     seed = _whole(given, "seed", -(1 << 63), (1 << 63) - 1)
     if seed is not None:
         values["seed"] = seed % (1 << 63)
@@ -216,6 +219,7 @@ def _stream_usage(given: Mapping[str, Any], stream: bool) -> bool:
     for name in options:
         if name not in ("include_usage", "include_obfuscation", "continuous_usage_stats"):
             raise wrong(f"stream_options.{name}", "this server does not know it")
+        truth(options, name)
     return truth(options, "include_usage")
 
 

@@ -50,6 +50,8 @@ class _Limited:
     transport: Any
     _reading: asyncio.TimerHandle | None = None
     _writing: asyncio.TimerHandle | None = None
+    _leaving: asyncio.TimerHandle | None = None
+    _answers = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -173,11 +175,30 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
         def on_response_complete(self) -> None:
             super().on_response_complete()  # which may begin with the next question
             self._note_silence()
+            self._answers += 1
+            if self._leaving is None:
+                self._wait_for_reader()
+
+        def _wait_for_reader(self) -> None:
+            """Drops, in `write_s`, a client that then has read nothing more of its answers: less
+            than what `pause_writing` is told of may be left of them."""
+            left = self.transport.get_write_buffer_size()
+            wait = self.loop.call_later
+            seen = (self._answers, left)
+            self._leaving = wait(write_s, self._look, *seen) if left else None
+
+        def _look(self, answers: int, left: int) -> None:
+            if self._answers == answers and self.transport.get_write_buffer_size() >= left:
+                self.transport.abort()
+            else:
+                self._wait_for_reader()
 
         def connection_lost(self, exc: Exception | None) -> None:
             silent.pop(self, None)
             self._stop_reading()
             self._stop_writing()
+            if self._leaving is not None:
+                self._leaving.cancel()
             super().connection_lost(exc)
 
         def pause_writing(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -113,8 +114,8 @@ class Host:
         state = inner.server_state
         self.app.connections = lambda: len(state.connections)
         self.app.unsent = lambda: unsent(state.connections)
-        try:
-            with _signals(self._stop):
+        with _signals(self._stop, last=alone):
+            try:
                 listening = asyncio.create_task(inner.serve(sockets=[self._socket]))
                 while not inner.started and not listening.done():
                     await asyncio.sleep(_TICK_S)
@@ -124,9 +125,9 @@ class Host:
                 inner.should_exit = True
                 inner.force_exit = self._at_once
                 await listening
-        finally:
-            with _patience(self.face) if alone else contextlib.nullcontext():
-                await self.face.stop()
+            finally:
+                with _patience(self.face) if alone else contextlib.nullcontext():
+                    await self.face.stop()
 
     async def _drain(self) -> None:
         """Waits for running answers, as long as they have; then cancels what is left."""
@@ -169,7 +170,7 @@ def _listen(config: ServeConfig) -> socket.socket:
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         made = socket.socket(kind, socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         raise ConfigError(f"host: got {config.host!r}, which is no address ({error})") from None
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -177,6 +178,10 @@ def _listen(config: ServeConfig) -> socket.socket:
         made.listen(min(config.connections, socket.SOMAXCONN))
     except OSError as error:
         made.close()
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"host: got {config.host!r}, which is no address of this machine"
+            ) from None
         raise ConfigError(
             f"port: {config.host}:{config.port} cannot be listened on ({error.strerror}); "
             "port 0 takes a free one"
@@ -227,8 +232,9 @@ def _inner(app: App, config: ServeConfig) -> uvicorn.Server:
 
 
 @contextlib.contextmanager
-def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Calls `stop` for SIGTERM and SIGINT; only the main thread can hear them."""
+def _signals(stop: Callable[[], None], *, last: bool) -> Iterator[None]:
+    """Calls `stop` for SIGTERM and SIGINT; only the main thread can hear them. last: the process
+    ends behind this, which another SIGTERM does not turn into a failure."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -242,4 +248,5 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in zip(heard, before, strict=True):
             loop.remove_signal_handler(number)
-            signal.signal(number, handler)
+            ignored = last and number == signal.SIGTERM
+            signal.signal(number, signal.SIG_IGN if ignored else handler)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import re
 import secrets
+import stat
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -95,6 +97,11 @@ def read_keys(path: str | None) -> Keys:
     if path is not None:
         try:
             with Path(expand_home(path)).open("rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise ConfigError(
+                        f"{path}: is no regular file, so that its keys could be read only once; "
+                        "write them to a file, or set LEZERO_API_KEYS to them, with commas between"
+                    )
                 data = file.read(_LIMIT + 1)
             if len(data) > _LIMIT:
                 raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,15 @@ def test_files_and_the_environment(tmp_path: Path, monkeypatch) -> None:
         new_key("a b")
 
 
+def test_keys_from_a_pipe_are_refused_before_they_are_read() -> None:
+    reading, writing = os.pipe()
+    os.write(writing, new_key("one")[1].encode())
+    os.close(writing)
+    with pytest.raises(ConfigError, match=r"no regular file.*LEZERO_API_KEYS"):
+        read_keys(f"/dev/fd/{reading}")
+    os.close(reading)
+
+
 def test_a_key_does_not_learn_what_others_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     (alice, one), (bob, two) = new_key("alice"), new_key("bob")
     again, three = new_key("alice")
@@ -108,8 +118,9 @@ def test_a_public_address_needs_keys_or_the_word() -> None:
     for host in ("127.0.0.1", "localhost", "::1"):
         assert ServeConfig(host=host).loopback
     Server(llm, ServeConfig(host="0.0.0.0", port=0, public_without_keys=True))._socket.close()
-    with pytest.raises(ConfigError, match="no address"):
-        Server(llm, ServeConfig(host="no such host", public_without_keys=True))
+    for host in ("no such host", "a..b", "a" * 70, "192.0.2.1"):
+        with pytest.raises(ConfigError, match=r"^host: got .* no address"):
+            Server(llm, ServeConfig(host=host, port=0, public_without_keys=True))
 
 
 def test_a_port_that_is_taken() -> None:

@@ -48,6 +48,32 @@ def test_a_number_that_is_not_whole_is_told_so(name: str, value: Any) -> None:
         read_asked("text", {"prompt": "x", name: value}, "m")
 
 
+def test_a_limit_is_looked_at_beside_the_other_one() -> None:
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    names = ("max_tokens", "max_completion_tokens")
+    for wrong in names:
+        with pytest.raises(Problem, match=rf"^{wrong}: got 'abc'"):
+            read_asked("chat", {**body, **dict.fromkeys(names, 2), wrong: "abc"}, "m")
+    asked = read_asked("chat", {**body, "max_tokens": 2, "max_completion_tokens": 3}, "m")
+    assert asked.params.max_tokens == 3
+
+
+@pytest.mark.parametrize("name", ["include_usage", "include_obfuscation", "continuous_usage_stats"])
+def test_options_of_a_stream_are_true_or_false(name: str) -> None:
+    options = {"prompt": "x", "stream": True, "stream_options": {name: "no"}}
+    with pytest.raises(Problem, match=rf"^{name}: got 'no', allowed are true and false"):
+        read_asked("text", options, "m")
+
+
+@pytest.mark.parametrize(("n", "best_of"), [(None, 1), (1, 1), (3, 3)])
+def test_the_best_of_as_many_as_are_given(n: int | None, best_of: int) -> None:
+    body = {"prompt": "x", "n": n, "best_of": best_of}
+    assert read_asked("text", body, "m").n == (n or 1)
+    for other in (best_of + 1, best_of - 1, True):
+        with pytest.raises(Problem, match=r"^best_of: not supported"):
+            read_asked("text", {**body, "best_of": other}, "m")
+
+
 def test_a_prompt_is_called_as_the_client_calls_it() -> None:
     with serving(small_llm(), name="tiny") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)

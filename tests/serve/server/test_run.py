@@ -24,7 +24,15 @@ from lezero.ops.decoder import native
 from lezero.serve.server.config import ServeConfig
 from lezero.serve.server.run import Server
 from tests.serve.models import small
-from tests.serve.server.running import Client, read_all, serving, slow_steps, small_llm, until
+from tests.serve.server.running import (
+    Client,
+    head,
+    read_all,
+    serving,
+    slow_steps,
+    small_llm,
+    until,
+)
 from tests.train.runs import filled_cache, measured_machine
 
 __all__ = ["filled_cache", "measured_machine"]
@@ -70,6 +78,20 @@ def test_what_does_not_end_is_told_so(again: bool) -> None:
             told = read_all(running)
     assert b"the server is shutting down" in told
     assert b"[DONE]" not in told
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the time is over", "a second signal"])
+def test_a_question_of_which_half_has_come_is_told_so(again: bool) -> None:
+    with serving(small_llm(), drain_s=60 if again else 0.1) as client, client.connect() as made:
+        made.sendall(head("/v1/completions", 100) + b'{"prompt"')
+        until(lambda: client.server.app.active == 1)
+        client.server.stop()
+        if again:
+            client.server.stop()
+        told = read_all(made)
+    assert told.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after: 5\r\n" in told
+    assert b"the server is shutting down" in told
 
 
 @pytest.mark.parametrize("when", ["before it runs", "while it rehearses"])
@@ -189,7 +211,10 @@ def test_the_command_serves_and_ends_with_status_0(tmp_path: Path) -> None:
             told += read_all(running)
         assert told.count(b'"finish_reason":"length"') == 8
         assert b"data: [DONE]" in told
-        rest = process.stdout.read()
+        rest = ""
+        for line in process.stdout:
+            rest += line
+            process.send_signal(signal.SIGTERM)  # whoever asks again gets the same status
     assert process.wait(20) == 0
     check_forecast(lines, rest)
     assert "9 requests, 27 tokens in, 2040 out" in rest

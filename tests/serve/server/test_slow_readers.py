@@ -23,12 +23,15 @@ def with_long_answer(client: Client) -> None:
     client.server.app._guarded["GET", "/long"] = long
 
 
-def asked(client: Client) -> socket.socket:
+LAST = b"GET /long HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+
+
+def asked(client: Client, question: bytes = LAST) -> socket.socket:
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     made.settimeout(20)
     made.connect(("127.0.0.1", client.port))
-    made.sendall(b"GET /long HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    made.sendall(question)
     return made
 
 
@@ -74,6 +77,23 @@ def test_an_end_does_not_wait_longer_than_it_may_for_a_client_that_does_not_read
             client.server.stop()
             until(lambda: client.server._loop is None or client.server._loop.is_closed(), 15)
             assert time.monotonic() - began < 8
+
+
+def test_who_leaves_little_unread_is_dropped_too() -> None:
+    """Less than asyncio takes for much, behind what the system holds."""
+    with serving(small_llm(), write_s=1.0) as client:
+        state = client.server.app
+
+        async def some(exchange: Exchange) -> None:
+            await exchange.reply(200, bytes(1 << 15), "text/plain")
+
+        state._guarded["GET", "/some"] = some
+        with asked(client, b"GET /some HTTP/1.1\r\nhost: localhost\r\n\r\n") as made:
+            while not state.unsent():
+                made.sendall(b"GET /some HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                time.sleep(0.01)
+            assert state.unsent() <= 1 << 16
+            until(lambda: state.connections() == 0, 5)
 
 
 def test_who_reads_an_answer_does_not_give_way(monkeypatch: Any) -> None:
