@@ -124,10 +124,9 @@ class KLDivergence(Histogram):
     """
 
     def threshold(self, seen: Seen) -> float:
-        whole = seen.width * BINS
         if seen.counts_SB.sum() < _LEAST * BINS:
-            return whole
-        first = min(_codes(seen, whole), BINS // 2)
+            return seen.width * BINS
+        first = min(_codes(seen, max(seen.high, -seen.low)), BINS // 2)
         long = torch.tensor([seen.high, -seen.low], device="cpu") > first * seen.width
         counts_B = seen.counts_SB[long].sum(0)
         counts_B[0] = counts_B[1]
