@@ -142,6 +142,18 @@ def test_values_may_be_of_any_size(name: str, size: float) -> None:
     assert kept(name, x[0]) == pytest.approx(float(torch.maximum(high, -low)) / size, rel=0.02)
 
 
+@pytest.mark.parametrize("name", ["percentile", "kl", "mse"])
+def test_values_may_be_as_large_as_32_bits_hold(name: str) -> None:
+    """Twice the width that came first is more than they do."""
+    x = torch.rand(1, 50_000, generator=torch.Generator().manual_seed(0))
+    observer = observers.get(name)()
+    for size in (2e38, 3.4e38):
+        observer.observe(x * size)
+    low, high = observer.range(256)
+    assert low == 0
+    assert 3e38 < float(high) <= 3.4e38
+
+
 def test_values_of_one_sign_have_half_of_the_codes_of_a_linear_layer() -> None:
     made = torch.Generator().manual_seed(0)
     x, layer = torch.randn(400, 64, generator=made).relu() ** 2, torch.nn.Linear(64, 64)

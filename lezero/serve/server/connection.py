@@ -11,6 +11,11 @@ still reads an answer is not silent, as long as a slow reader may take.
 [Note: answers that end early] uvicorn closes a connection whose answer was given up once its client
 has read what was written. Few bytes may be left then, which no timer waits for, so it is cut off.
 
+[Note: readers] A client is cut off that takes nothing for `write_s`, though it is to have more. How
+much waits here does not tell: the system holds some MiB, and asks for more only once a third of
+them has left, which takes a slow reader minutes; and one answer may have left while as much of the
+next has come. What the client's system acknowledged tells.
+
 [Note: bytes behind a request] uvicorn stops reading at the first byte behind a request until that
 is answered, and so would not see its client leave. It goes on reading here, up to a bound that
 pipelined requests keep within. Empty lines before a request are ignored, since some clients end a
@@ -20,6 +25,8 @@ body with one that its length does not count (RFC 9112, 2.2), and so is all behi
 from __future__ import annotations
 
 import asyncio
+import socket
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +39,8 @@ if TYPE_CHECKING:
 
 _SILENT_S = 1.0
 """For a client to ask whole; after that it gives way."""
+_LOOKS = 4
+"""Times in `write_s` that a client is looked at which has not taken all of its answer."""
 _SHOWN = 200
 """Letters of what breaks HTTP's rules."""
 _BEHIND = 1 << 16
@@ -49,9 +58,7 @@ class _Limited:
     scope: Any
     transport: Any
     _reading: asyncio.TimerHandle | None = None
-    _writing: asyncio.TimerHandle | None = None
-    _leaving: asyncio.TimerHandle | None = None
-    _answers = 0
+    _looking: asyncio.TimerHandle | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -96,11 +103,6 @@ class _Limited:
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
-
-    def _stop_writing(self) -> None:
-        if self._writing is not None:
-            self._writing.cancel()
-            self._writing = None
 
     def _between(self) -> bool:
         """Whether no request is being answered, so that what comes are headers."""
@@ -175,39 +177,40 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
         def on_response_complete(self) -> None:
             super().on_response_complete()  # which may begin with the next question
             self._note_silence()
-            self._answers += 1
-            if self._leaving is None:
-                self._wait_for_reader()
+            self._wait_for_reader()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._wait_for_reader()
 
         def _wait_for_reader(self) -> None:
-            """Drops, in `write_s`, a client that then has read nothing more of its answers: less
-            than what `pause_writing` is told of may be left of them."""
-            left = self.transport.get_write_buffer_size()
-            wait = self.loop.call_later
-            seen = (self._answers, left)
-            self._leaving = wait(write_s, self._look, *seen) if left else None
+            """See [Note: readers]."""
+            if self._looking is None and self.transport.get_write_buffer_size():
+                self._look_later(self._taken(), 1)
 
-        def _look(self, answers: int, left: int) -> None:
-            if self._answers == answers and self.transport.get_write_buffer_size() >= left:
-                self.transport.abort()
-            else:
+        def _look_later(self, taken: tuple[int, int], looks: int) -> None:
+            wait = write_s / _LOOKS
+            self._looking = self.loop.call_later(wait, self._look, taken, looks)
+
+        def _look(self, before: tuple[int, int], looks: int) -> None:
+            self._looking = None
+            if any(now > then for now, then in zip(self._taken(), before, strict=True)):
                 self._wait_for_reader()
+            elif looks < _LOOKS:
+                self._look_later(before, looks + 1)
+            else:
+                self.transport.abort()
+
+        def _taken(self) -> tuple[int, int]:
+            made = self.transport.get_extra_info("socket")
+            return _acknowledged(made), -self.transport.get_write_buffer_size()
 
         def connection_lost(self, exc: Exception | None) -> None:
             silent.pop(self, None)
             self._stop_reading()
-            self._stop_writing()
-            if self._leaving is not None:
-                self._leaving.cancel()
+            if self._looking is not None:
+                self._looking.cancel()
             super().connection_lost(exc)
-
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._writing = self.loop.call_later(write_s, self.transport.abort)
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._stop_writing()
 
         def _note_silence(self) -> None:
             """Notes since when there is no whole question, or that there is one."""
@@ -222,6 +225,16 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
 def _patience(connection: Any, write_s: float) -> float:
     """Seconds of silence after which a connection gives way."""
     return max(write_s, _SILENT_S) if unsent([connection]) else _SILENT_S
+
+
+def _acknowledged(made: socket.socket) -> int:
+    """Bytes that the client's system has taken so far; 0 where this one does not tell."""
+    if not hasattr(socket, "TCP_INFO"):
+        return 0
+    place = slice(120, 128)  # tcpi_bytes_acked of Linux's struct tcp_info
+    return int.from_bytes(
+        made.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)[place], sys.byteorder
+    )
 
 
 def unsent(connections: Iterable[Any]) -> int:

@@ -44,6 +44,35 @@ def read_slowly(made: socket.socket, seconds: float) -> bytes:
     return b"".join(pieces).partition(b"\r\n\r\n")[2]
 
 
+SOME = b"GET /some HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def left_little(client: Client) -> tuple[socket.socket, int]:
+    """Asks until something waits in the server, behind what the system holds: less than asyncio
+    takes for much. Returns how often, too."""
+
+    async def some(exchange: Exchange) -> None:
+        await exchange.reply(200, bytes(1 << 15), "text/plain")
+
+    state = client.server.app
+    state._guarded["GET", "/some"] = some
+    made, times = asked(client, SOME), 1
+    while not state.unsent():
+        made.sendall(SOME)
+        times += 1
+        time.sleep(0.01)
+    assert state.unsent() <= 1 << 16
+    return made, times
+
+
+def read_on(made: socket.socket) -> bool:
+    """Whether anything was there to read."""
+    try:
+        return bool(made.recv(1 << 20))
+    except BlockingIOError:
+        return False
+
+
 def test_a_steady_reader_may_take_longer_than_a_client_that_does_not_read() -> None:
     with serving(small_llm(), write_s=1.0) as client:
         with_long_answer(client)
@@ -82,18 +111,37 @@ def test_an_end_does_not_wait_longer_than_it_may_for_a_client_that_does_not_read
 def test_who_leaves_little_unread_is_dropped_too() -> None:
     """Less than asyncio takes for much, behind what the system holds."""
     with serving(small_llm(), write_s=1.0) as client:
+        made, _ = left_little(client)
+        with made:
+            until(lambda: client.server.app.connections() == 0, 5)
+
+
+def test_a_slow_reader_of_what_the_system_holds_is_not_dropped() -> None:
+    """For long the system takes nothing more from the server, since it holds some MiB."""
+    with serving(small_llm(), write_s=0.5) as client:
         state = client.server.app
+        made, times = left_little(client)
+        with made:
+            left, got, began = state.unsent(), b"", time.monotonic()
+            while time.monotonic() - began < 1.5:
+                got += made.recv(1 << 10)
+                time.sleep(0.005)
+            assert state.unsent() == left
+            made.sendall(SOME.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
+            got += read_all(made)
+        assert got.count(b" 200 ") == times + 1
 
-        async def some(exchange: Exchange) -> None:
-            await exchange.reply(200, bytes(1 << 15), "text/plain")
 
-        state._guarded["GET", "/some"] = some
-        with asked(client, b"GET /some HTTP/1.1\r\nhost: localhost\r\n\r\n") as made:
-            while not state.unsent():
-                made.sendall(b"GET /some HTTP/1.1\r\nhost: localhost\r\n\r\n")
-                time.sleep(0.01)
-            assert state.unsent() <= 1 << 16
-            until(lambda: state.connections() == 0, 5)
+def test_who_read_one_answer_may_take_long_for_the_next() -> None:
+    with serving(small_llm(), write_s=0.5) as client:
+        with_long_answer(client)
+        made, _ = left_little(client)
+        with made:
+            made.setblocking(False)
+            until(lambda: not read_on(made) and not client.server.app.unsent())
+            made.settimeout(20)
+            made.sendall(LAST)
+            assert read_slowly(made, 1.5).endswith(BODY)
 
 
 def test_who_reads_an_answer_does_not_give_way(monkeypatch: Any) -> None:

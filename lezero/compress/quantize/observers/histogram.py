@@ -66,11 +66,11 @@ class Histogram(Observer):
         self._extremes = MinMax(channels)
         self.counts_CSB = torch.zeros(channels, 2, BINS, dtype=torch.float64, device="cpu")
         self.zeros_C = torch.zeros(channels, dtype=torch.float64, device="cpu")
-        self.top_C = torch.zeros(channels, dtype=torch.float32, device="cpu")
+        self.top_C = torch.zeros(channels, dtype=torch.float64, device="cpu")
 
     def observe(self, x_CN: Tensor) -> None:
         self._extremes.observe(x_CN)
-        low_C, high_C = (x.float().cpu() for x in x_CN.detach().aminmax(dim=1))
+        low_C, high_C = (x.double().cpu() for x in x_CN.detach().aminmax(dim=1))
         self._widen(torch.maximum(high_C, -low_C))
         top_C1 = torch.where(self.top_C > 0, self.top_C, 1.0)[:, None]  # zeros have no bin
         counts_CN = self.counts_CSB.view(self.channels, 2 * BINS)
@@ -84,7 +84,7 @@ class Histogram(Observer):
 
     def range(self, levels: int, symmetric: bool = False) -> tuple[Tensor, Tensor]:
         low_C, high_C = self._extremes.range(levels)
-        tops = self.top_C.double().tolist()
+        tops = self.top_C.tolist()
         seen = (
             Seen(counts_SB, float(zeros), top / BINS, low, high, levels, symmetric)
             for counts_SB, zeros, top, low, high in zip(
@@ -100,6 +100,7 @@ class Histogram(Observer):
         """The magnitude up to which values of one channel are kept."""
 
     def _widen(self, top_C: Tensor) -> None:
+        # In 64 bits: twice what 32 bits hold may be more than they do.
         # A channel that held only zeros has no width yet.
         self.top_C = torch.where(self.top_C == 0, top_C, self.top_C)
         while bool((wider := top_C > self.top_C).any()):
