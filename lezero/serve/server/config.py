@@ -65,7 +65,7 @@ class ServeConfig(Config):
     request_s: float = Field(default=600.0, gt=0)
     """Seconds that a request may take, waiting included."""
     drain_s: float = Field(default=30.0, ge=0)
-    """Seconds that running requests have left after SIGTERM or Ctrl-C."""
+    """Seconds that running requests have left after SIGTERM, Ctrl-C or SIGHUP."""
 
     @property
     def loopback(self) -> bool:

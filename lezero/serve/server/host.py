@@ -1,9 +1,10 @@
 """A server from its first to its last moment: address, signals, and an orderly end.
 
-[Note: draining] On SIGTERM or Ctrl-C the server says that it is not ready and takes no more
-questions, but goes on listening, so that whoever asks is told to go elsewhere. Running answers have
-`drain_s` seconds; what has not ended then is told so. A second signal does not wait. A step of the
-model that hangs cannot be ended: a process that does nothing else ends without it, with status 1.
+[Note: draining] On SIGTERM, Ctrl-C or SIGHUP (a closed terminal) the server says that it is not
+ready and takes no more questions, but goes on listening, so that whoever asks is told to go
+elsewhere. Running answers have `drain_s` seconds; what has not ended then is told so. A second
+signal does not wait. A step of the model that hangs cannot be ended: a process that does nothing
+else ends without it, with status 1.
 """
 
 from __future__ import annotations
@@ -233,13 +234,15 @@ def _inner(app: App, config: ServeConfig) -> uvicorn.Server:
 
 @contextlib.contextmanager
 def _signals(stop: Callable[[], None], *, last: bool) -> Iterator[None]:
-    """Calls `stop` for SIGTERM and SIGINT; only the main thread can hear them. last: the process
-    ends behind this, which another SIGTERM does not turn into a failure."""
+    """Calls `stop` for SIGTERM, SIGINT and (not under `nohup`) SIGHUP; only the main thread hears
+    them. last: the process ends behind this, which none of them but SIGINT turns into a failure."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
-    heard = (signal.SIGTERM, signal.SIGINT)
+    heard = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        heard.append(signal.SIGHUP)
     before = [signal.getsignal(number) for number in heard]
     for number in heard:
         loop.add_signal_handler(number, stop)
@@ -248,5 +251,5 @@ def _signals(stop: Callable[[], None], *, last: bool) -> Iterator[None]:
     finally:
         for number, handler in zip(heard, before, strict=True):
             loop.remove_signal_handler(number)
-            ignored = last and number == signal.SIGTERM
+            ignored = last and number != signal.SIGINT
             signal.signal(number, signal.SIG_IGN if ignored else handler)

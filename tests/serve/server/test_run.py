@@ -196,7 +196,8 @@ def started(folder: Path, *before: str) -> tuple[subprocess.Popen[str], list[str
     return process, lines, re.findall(r"http://\S+:\d+", lines[-1])[0]
 
 
-def test_the_command_serves_and_ends_with_status_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+def test_the_command_serves_and_ends_with_status_0(tmp_path: Path, ending: int) -> None:
     process, lines, url = started(tmp_path)
     assert process.stdout is not None
     with process.stdout:
@@ -206,7 +207,7 @@ def test_the_command_serves_and_ends_with_status_0(tmp_path: Path) -> None:
         client, many = client_of(url), {**LONG, "max_tokens": 250, "n": 8, "logprobs": 20}
         with client.begin(many) as running:
             told = running.recv(65536)
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(ending)
             until(lambda: client.ask("/ready").json == {"status": "draining"})
             told += read_all(running)
         assert told.count(b'"finish_reason":"length"') == 8
@@ -214,7 +215,7 @@ def test_the_command_serves_and_ends_with_status_0(tmp_path: Path) -> None:
         rest = ""
         for line in process.stdout:
             rest += line
-            process.send_signal(signal.SIGTERM)  # whoever asks again gets the same status
+            process.send_signal(ending)  # whoever asks again gets the same status
     assert process.wait(20) == 0
     check_forecast(lines, rest)
     assert "9 requests, 27 tokens in, 2040 out" in rest
@@ -222,6 +223,17 @@ def test_the_command_serves_and_ends_with_status_0(tmp_path: Path) -> None:
         r"drawn +[\d,]+ tokens/s for one alone where chance .* of what was tried", rest
     )
     assert any(line.startswith("tried       tokens/s of one request: ") for line in lines)
+
+
+def test_a_server_under_nohup_goes_on_when_its_terminal_closes(tmp_path: Path) -> None:
+    process, _, url = started(tmp_path, "nohup")
+    assert process.stdout is not None
+    with process.stdout:
+        process.send_signal(signal.SIGHUP)
+        assert ask(url, {"prompt": "abc", "max_tokens": 2})["model"] == "tiny"
+        process.send_signal(signal.SIGTERM)
+        assert "1 requests" in process.stdout.read()
+    assert process.wait(20) == 0
 
 
 def check_forecast(lines: list[str], rest: str) -> None:
