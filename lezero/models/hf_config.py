@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lezero.core.errors import ConfigError, FileError
@@ -10,6 +11,7 @@ from lezero.models.config import SCALING_TAKES, RopeScaling, TransformerConfig
 from lezero.models.rope import attention_factor
 
 _LOG = logger("models")
+_READ = ("gptq", "awq", "lezero")
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 
 _ARCHITECTURES = {
@@ -111,13 +113,26 @@ def unread(quantization_config: Any) -> str:
             "is in the compressed-tensors layout, which is written here for other servers and "
             "not read; take the folder of lz.save_quantized without layout=, or the float model"
         )
+    if (method := said.get("quant_method")) not in _READ:
+        return (
+            f"quant_method {str(method)[:40]!r} is not read; read are 'gptq' and 'awq': take one "
+            "of these, or the float model and lz.quantize_"
+        )
     return ""
 
 
+def quantized_how(data: Mapping[str, Any]) -> Any:
+    """What a config.json says of how weights were quantized; None of floats."""
+    found = data.get("quantization_config")
+    if found is None and data.get("compression_config") is not None:
+        return {"quant_method": "compressed-tensors"}  # as it was called first
+    return found
+
+
 def _refuse_unknown_forms(data: dict[str, Any], source: str) -> None:
-    if data.get("quantization_config") is not None:
+    if (how := quantized_how(data)) is not None:
         opens = "the weights are quantized; lz.load_quantized opens them"
-        raise FileError(f"{source}: {unread(data['quantization_config']) or opens}")
+        raise FileError(f"{source}: {unread(how) or opens}")
     act = data.get("hidden_act", "silu")
     if act not in ("silu", "swish"):  # two names of one function
         raise FileError(f"{source}: hidden_act {act!r} is not supported; supported is 'silu'")

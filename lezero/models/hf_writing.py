@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,11 @@ def write_hf(
     dtype: str = "float32",
     tokenizer_folder: str | os.PathLike[str] | None = None,
     also: Mapping[str, Any] | None = None,
+    gone: Collection[str] = (),
 ) -> Path:
     """The same for weights that `write_weights(folder aside)` writes, named by `name_there`.
 
-    `also` is added to config.json.
+    `also` is added to config.json; files named in `gone` leave the folder as the others come.
     """
     root = Path(expand_home(folder)).absolute()
     if root.exists() and not root.is_dir():
@@ -86,7 +87,7 @@ def write_hf(
             root.mkdir(parents=True, exist_ok=True)
             # Two at once would leave the configuration of one over the other's weights.
             with held_alone(root), held_interrupts():
-                _move_in(made, root, data)
+                _move_in(made, root, data, gone)
     except SafetensorError as error:
         raise FileError(f"{root}: could not be written ({error})") from None
     except OSError as error:
@@ -94,7 +95,7 @@ def write_hf(
     return root
 
 
-def _move_in(made: Path, root: Path, data: Mapping[str, Any]) -> None:
+def _move_in(made: Path, root: Path, data: Mapping[str, Any], gone: Collection[str]) -> None:
     """Replaces the weights in `root`; what neither side of the layout knows is left alone. Until
     the last file is there the folder does not open, but can be saved to again."""
     fresh = {path.name for path in made.iterdir()}
@@ -102,7 +103,8 @@ def _move_in(made: Path, root: Path, data: Mapping[str, Any]) -> None:
     _write_json(made / UNFINISHED, {**about, UNFINISHED: True})
     os.replace(made / UNFINISHED, root / "config.json")
     for path in root.iterdir():
-        if _WEIGHTS.fullmatch(path.name) and path.name not in fresh:
+        old = _WEIGHTS.fullmatch(path.name) or path.name in gone
+        if old and path.name not in fresh:
             path.unlink()
     for name in [*sorted(fresh - {"config.json"}), "config.json"]:
         os.replace(made / name, root / name)
@@ -110,7 +112,7 @@ def _move_in(made: Path, root: Path, data: Mapping[str, Any]) -> None:
 
 def name_there(name: str) -> str:
     """A parameter's name in a Hugging Face folder."""
-    return name if name.startswith("lm_head.") else f"model.{name}"
+    return name if name.partition(".")[0] == "lm_head" else f"model.{name}"
 
 
 def export(model: nn.Module) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 
 import lezero as lz
 from lezero.compress.quantize import Scheme, save_quantized
+from lezero.compress.quantize.elsewhere import unreadable
 from lezero.compress.quantize.exported import why_not_exported
 from lezero.compress.quantize.modules import QuantizedLinear, quantized_layers
 from lezero.compress.quantize.weights import PackedWeight
+from lezero.data.tokenizer import bytes_tokenizer
 from lezero.models import Transformer, TransformerConfig
 from lezero.ops.quantize import Grid, Quantized, quantize
 from tests.compress.test_quantize import small, tokens
@@ -238,3 +241,70 @@ def test_a_folder_of_floats_alone_is_not_written_as_quantized(tmp_path: Path) ->
     with pytest.raises(lz.ConfigError, match="no layer that it holds is quantized"):
         lz.save_quantized(model, tmp_path / "out", layout="compressed-tensors")
     assert not (tmp_path / "out").exists()
+
+
+def float_at(model: Transformer, *names: str) -> Transformer:
+    """`model` with some layers as they were before they were quantized."""
+    for name in names:
+        weight = model.get_submodule(name).weight.decode()
+        layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        layer.weight = nn.Parameter(weight)
+        model.set_submodule(name, layer)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("scheme", "left", "told"),
+    [
+        (lz.Int8Weight(), ("layers.0.self_attn.k_proj",), "one layer of q_proj, k_proj, v_proj"),
+        (lz.Int8Weight(), ("layers.1.mlp.up_proj",), r"as in 'model\.layers\.1\.mlp'; quantize"),
+        (lz.Int4Weight(group=32, zero_point=False, activations="token"), (), "int4 weights with"),
+        (lz.Int8Weight(zero_point=True), (), "int8 with zero points"),
+        (lz.Int8WeightActivation(group=32), (), "a scale a row"),
+        (lz.Int8Weight(), ("layers.0.mlp.down_proj",), None),
+    ],
+)
+def test_what_servers_do_not_open_is_told(
+    scheme: Scheme,
+    left: tuple[str, ...],
+    told: str | None,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = float_at(quantized(scheme), *left)
+    save_quantized(model, tmp_path / "out", layout="compressed-tensors")
+    assert (re.search(told, caplog.text) is not None) if told else not caplog.text
+
+
+def test_the_output_head_is_left_by_its_name(tmp_path: Path) -> None:
+    save_quantized(quantized(lz.Int8Weight()), tmp_path / "out", layout="compressed-tensors")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert config["ignore"] == ["lm_head"]
+
+
+def test_an_export_is_replaced_whole(tmp_path: Path) -> None:
+    bytes_tokenizer().save(tmp_path / "tokenizer")
+    first = save_quantized(
+        *(quantized(lz.Int8Weight()), tmp_path / "out"),
+        layout="compressed-tensors",
+        tokenizer_folder=tmp_path / "tokenizer",
+    )
+    assert (first / "tokenizer.json").is_file()
+    save_quantized(quantized(lz.Int8Weight()), first, layout="compressed-tensors")
+    assert {path.name for path in first.iterdir()} == {"config.json", "model.safetensors"}
+    (first / "notes.md").write_text("which of them was best")
+    with pytest.raises(lz.FileError, match=r"other files \(notes\.md\)"):
+        save_quantized(quantized(lz.Int8Weight()), first, layout="compressed-tensors")
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "inputs", "told"),
+    [(4, 256, 512, "groups of 256"), (8, None, 99, "99 inputs"), (4, None, 96, None)],
+)
+def test_layers_without_a_kernel_are_told(
+    bits: int, group: int | None, inputs: int, told: str | None
+) -> None:
+    weights = {"num_bits": bits, "symmetric": True, "group_size": group}
+    scheme = {"weights": weights, "input_activations": None}
+    found = list(unreadable({"a": scheme, "b": scheme}, {"a": inputs, "b": inputs}))
+    assert (len(found) == 1 and f"'a': {told}" in found[0]) if told else not found

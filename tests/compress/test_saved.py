@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.utils import prune
 
@@ -19,6 +19,7 @@ import lezero as lz
 from lezero.compress.quantize import load_quantized, save_quantized
 from lezero.compress.quantize.modules import QuantizedLinear
 from lezero.compress.quantize.speed import LayerSpeed
+from lezero.data.tokenizer import bytes_tokenizer
 from lezero.files import seal, unseal, write_generation
 from lezero.jobs.writer import open_writer
 from lezero.models import Transformer, TransformerConfig, save_hf
@@ -191,9 +192,17 @@ def a_web_page(folder: Path) -> None:
     (folder / "made/app.js").write_text("start()")
 
 
+def a_model_of_others(folder: Path) -> None:
+    """In the compressed-tensors layout, as llm-compressor writes it."""
+    save_quantized(plain(), folder / "made", layout="compressed-tensors")
+    tensors = load_file(folder / "made/model.safetensors")
+    save_file(tensors, folder / "made/model.safetensors", {"format": "pt"})
+
+
 OTHERS: dict[str, tuple[Any, str]] = {
     "a checkpoint": (a_checkpoint, "lezero compressed-tensors"),
     "a web page": (a_web_page, "lezero compressed-tensors"),
+    "one of others": (a_model_of_others, "lezero compressed-tensors"),
     "a float model": (lambda f: save_hf(small(), f / "made"), "lezero compressed-tensors"),
     "ours": (lambda folder: saved(folder / "made"), "compressed-tensors"),
     "theirs": (
@@ -293,8 +302,6 @@ def test_a_manifest_that_disagrees_is_refused(name: str, copied: Path) -> None:
 
 
 def test_a_quantized_folder_writes_text(tmp_path: Path) -> None:
-    from lezero.data.tokenizer import bytes_tokenizer
-
     bytes_tokenizer().save(tmp_path / "t")
     shape = {"dim": 64, "layers": 1, "heads": 4, "ffn": 64, "vocab": 257, "context": 64}
     model = Transformer(TransformerConfig(**shape))

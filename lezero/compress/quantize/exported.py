@@ -7,8 +7,7 @@ without rounded activations) and `int-quantized` (int8 with rounded activations)
     weight (N, K) int8; weight_scale (N, G); weight_zero_point with zero points: packed along N, or
     int8; input_scale (1,) with static activations.
 
-transformers computes all of it. vLLM and SGLang take W8A8 with one weight scale a row only, not in
-groups.
+What some programs do not read of it is told; see `elsewhere`.
 
 Embeddings and the output head are written as floats, since few servers read quantized ones. Scales
 get the type of the model's other tensors.
@@ -17,15 +16,17 @@ get the type of the model's other tensors.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lezero.compress.quantize.elsewhere import unreadable
 from lezero.compress.quantize.floats import Fp8, Nf4
 from lezero.compress.quantize.foreign import pack_int32
 from lezero.compress.quantize.modules import QuantizedLinear, quantized_layers
@@ -36,18 +37,12 @@ from lezero.core.errors import ConfigError
 from lezero.core.log import logger
 from lezero.models import Transformer
 from lezero.models.hf_writing import name_there, write_hf
+from lezero.models.huggingface import SINGLE
 from lezero.ops.quantize import Grid
 
 _LOG = logger("compress")
 _HEAD = "lm_head"
-_ZEROS = (
-    "transformers opens zero points with "
-    "quantization_config=CompressedTensorsConfig(dequantize=True) only; zero_point=False needs none"
-)
-_ZEROS_IN_GROUPS = (
-    "transformers opens no folder with zero points whose layers differ in bits, groups or rounded "
-    "inputs; for it quantize with zero_point=False, or all layers by one scheme"
-)
+_MARK = {"written_by": "lz.save_quantized"}  # in the head of the weights' file
 _SHOWN = 5
 _BIASES = (
     "gives biases to layers that have none in this architecture, which readers of the folder would "
@@ -59,8 +54,10 @@ def export_compressed_tensors(
     model: nn.Module,
     folder: str | os.PathLike[str],
     tokenizer_folder: str | os.PathLike[str] | None = None,
+    gone: Collection[str] = (),
 ) -> Path:
-    """Writes a quantized `Transformer` as a Hugging Face folder that other servers open.
+    """Writes a quantized `Transformer` as a Hugging Face folder that other servers open, and warns
+    of what some of them do not. gone: files there that are not to stay beside it.
 
     Raises `ConfigError` for what the layout cannot say: fp8 and nf4 of ours, zero points that are
     no whole numbers (those of "hqq"), inputs in GPTQ's act-order, groups that do not divide a
@@ -98,16 +95,29 @@ def export_compressed_tensors(
         tensors |= {f"{name_there(name)}.{part}": value for part, value in parts.items()}
     tensors |= _floats(model, set(layers), dtype)
     tensors = {name: value.cpu().contiguous() for name, value in tensors.items()}
-    if any(name.endswith("weight_zero_point") for name in tensors):
-        _LOG.warning("%s: %s", folder, _ZEROS if len(groups) == 1 else _ZEROS_IN_GROUPS)
+    schemes: dict[str, Any] = dict.fromkeys(_left(model, set(layers)))
+    schemes |= {name: scheme for scheme, members in groups for name in members}
+    inputs = {name_there(name): layer.weight.full_shape[1] for name, layer in layers.items()}
+    for why in unreadable(schemes, inputs):
+        _LOG.warning("%s: %s", folder, why)
     return write_hf(
         model.actual_config,
         folder,
-        lambda aside: save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"}),
+        lambda aside: save_file(tensors, aside / SINGLE, metadata={"format": "pt", **_MARK}),
         str(dtype).removeprefix("torch."),
         tokenizer_folder,
-        {"quantization_config": _config(groups, model, set(layers))},
+        {"quantization_config": _config(groups, _left(model, set(layers)))},
+        gone,
     )
+
+
+def is_exported(folder: Path) -> bool:
+    """Whether the weights in a folder are of this layout and from here."""
+    try:
+        with safe_open(folder / SINGLE, "pt") as file:
+            return _MARK.items() <= (file.metadata() or {}).items()
+    except (OSError, SafetensorError):
+        return False
 
 
 def why_not_exported(scheme: Scheme) -> str:
@@ -229,14 +239,16 @@ def _scheme(grid: Grid, x_bits: int, static: bool) -> dict[str, Any]:
     }
 
 
-def _config(
-    groups: list[tuple[dict[str, Any], list[str]]], model: nn.Module, quantized: set[str]
-) -> dict[str, Any]:
-    left = [
+def _left(model: nn.Module, quantized: set[str]) -> list[str]:
+    """Linear layers that are written as floats."""
+    return [
         name_there(name)
         for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear | QuantizedLinear)) and name not in quantized
+        if isinstance(module, nn.Linear | QuantizedLinear) and name not in quantized
     ]
+
+
+def _config(groups: list[tuple[dict[str, Any], list[str]]], left: list[str]) -> dict[str, Any]:
     if _HEAD not in left:
         left.append(_HEAD)  # transformers builds one for tied models too
     formats = {scheme["format"] for scheme, _ in groups}

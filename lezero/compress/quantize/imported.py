@@ -29,7 +29,7 @@ from lezero.core.errors import ConfigError, FileError
 from lezero.core.interrupts import held_interrupts
 from lezero.memory.pool import give_back_free_blocks
 from lezero.models import Transformer
-from lezero.models.hf_config import SUPPORTED, from_hf, unread
+from lezero.models.hf_config import SUPPORTED, from_hf, quantized_how, unread
 from lezero.models.huggingface import (
     no_regular_file,
     read_json,
@@ -111,7 +111,7 @@ def _float_type(model: nn.Module, floats: Mapping[str, Tensor]) -> torch.dtype |
 
 
 def _about(data: dict[str, Any], root: Path) -> Foreign:
-    where, found = f"{root / 'config.json'}: quantization_config", data.get("quantization_config")
+    where, found = f"{root / 'config.json'}: quantization_config", quantized_how(data)
     beside = described_beside(root)
     if found is None and beside is not None:
         where, found = str(beside), read_json(beside)
@@ -133,10 +133,6 @@ def _about(data: dict[str, Any], root: Path) -> Foreign:
         )
     if why := unread(found):
         raise FileError(f"{where}: {why}")
-    if method not in ("gptq", "awq"):
-        raise FileError(
-            f"{where}: quant_method {str(method)[:40]!r} is not read; read are 'gptq' and 'awq'"
-        )
     # What older AWQ files and newer GPTQ files say; where both are there the usual name counts.
     named = {"w_bit": "bits", "q_group_size": "group_size", "format": "checkpoint_format"}
     if method == "awq":  # newer transformers call the version the format

@@ -41,6 +41,7 @@ from lezero.core.paths import expand_home
 from lezero.data.special import read_object
 from lezero.files import Form, Generation, read_generation
 from lezero.models import Transformer, TransformerConfig
+from lezero.models.hf_config import quantized_how
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -116,7 +117,7 @@ def is_quantized_folder(folder: str | os.PathLike[str]) -> bool:
         return False  # whoever opens the folder says what is wrong with it
     if not isinstance(data, dict):
         return False
-    return data.get("quantization_config") is not None or described_beside(root) is not None
+    return quantized_how(data) is not None or described_beside(root) is not None
 
 
 def _check_described(root: Path) -> None:

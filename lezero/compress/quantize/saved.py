@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lezero.compress.quantize.exported import export_compressed_tensors
+from lezero.compress.quantize.exported import export_compressed_tensors, is_exported
 from lezero.compress.quantize.forms import several, unsound
 from lezero.compress.quantize.layout import (
     DOCUMENT,
@@ -36,8 +36,8 @@ from lezero.data.special import read_object
 from lezero.files import commit_parts, read_documents, step_of, write_part
 from lezero.files.folder import aside_for, cannot_write, contents, sync_files
 from lezero.models import Transformer, token_entries, tokenizer_files
-from lezero.models.hf_config import to_hf
-from lezero.models.huggingface import read_json
+from lezero.models.hf_config import UNFINISHED, to_hf
+from lezero.models.huggingface import SINGLE, read_json
 from lezero.models.sentence_files import sentence_files
 
 LAYOUTS = ("lezero", "compressed-tensors")
@@ -75,9 +75,9 @@ def save_quantized(
     root = Path(expand_home(folder)).absolute()
     if root.is_symlink():  # it stays, and what it names is written
         root = root.resolve()
-    _check_target(root, layout)
+    there = _check_target(root, layout)
     if layout == "compressed-tensors":
-        return export_compressed_tensors(model, root, tokenizer_folder)
+        return export_compressed_tensors(model, root, tokenizer_folder, gone=there)
     copies, said = beside_tokenizer(tokenizer_folder)
     documents: dict[str, Any] = {
         DOCUMENT: {"format": FORMAT, "readable_from": READABLE_FROM, "layers": layers}
@@ -129,30 +129,33 @@ def _write_beside(
     sync_files(made)
 
 
-def _check_target(root: Path, layout: str) -> None:
-    """Raises `FileError` where something would be lost that this did not write."""
+def _check_target(root: Path, layout: str) -> set[str]:
+    """The files that are replaced; raises `FileError` where something would be lost, or lie beside
+    a model it has nothing to do with, that this did not write."""
     if not root.exists():
-        return
+        return set()
     if not root.is_dir():
         raise FileError(f"{root}: is a file; name a folder")
     there = contents(root)
     if not there:
-        return
+        return there
     found = _layout_of(root)
     if found != layout:
         what = "other files" if found is None else f"a model in the layout '{found}'"
         raise FileError(f"{root}: holds {what}; name a new folder")
-    if layout == "lezero":  # the other leaves alone what it does not know
-        ours = {MANIFEST, "config.json", "decisions.json"}
-        with suppress(FileError):
-            ours |= {path.name for path in tokenizer_files(root)}
-        ours |= _sentence_names(root)
-        strange = sorted(x for x in there - ours if not fnmatchcase(x, "tensors-*.safetensors"))
-        if strange:
-            raise FileError(
-                f"{root}: holds other files ({', '.join(strange[:_SHOWN])}), which would be lost; "
-                "move them, or name a new folder"
-            )
+    ours, weights = {MANIFEST, "config.json", "decisions.json"}, "tensors-*.safetensors"
+    if layout == "compressed-tensors":
+        ours, weights = {"config.json"}, SINGLE
+    with suppress(FileError):
+        ours |= {path.name for path in tokenizer_files(root)}
+    ours |= _sentence_names(root)
+    strange = sorted(x for x in there - ours if not fnmatchcase(x, weights))
+    if strange:
+        raise FileError(
+            f"{root}: holds other files ({', '.join(strange[:_SHOWN])}), which would be lost; "
+            "move them, or name a new folder"
+        )
+    return there
 
 
 def _tokenizer_class(folder: str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -173,11 +176,13 @@ def _layout_of(root: Path) -> str | None:
     try:
         if (root / MANIFEST).is_file():
             return "lezero" if DOCUMENT in read_documents(root) else None
-        about = read_json(root / "config.json").get("quantization_config")
+        said = read_json(root / "config.json")
     except FileError:
         return None
+    about = said.get("quantization_config")
     method = about.get("quant_method") if isinstance(about, dict) else None
-    return method if method == "compressed-tensors" else None
+    ours = method == "compressed-tensors" and (UNFINISHED in said or is_exported(root))
+    return method if ours else None
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
