@@ -14,7 +14,8 @@ has read what was written. Few bytes may be left then, which no timer waits for,
 [Note: readers] A client is cut off that takes nothing for `write_s`, though it is to have more. How
 much waits here does not tell: the system holds some MiB, and asks for more only once a third of
 them has left, which takes a slow reader minutes; and one answer may have left while as much of the
-next has come. What the client's system acknowledged tells.
+next has come. What the client's system acknowledged tells; it asks for more in steps of up to half
+of its own room, so that who reads less than one of these in `write_s` is cut off too.
 
 [Note: bytes behind a request] uvicorn stops reading at the first byte behind a request until that
 is answered, and so would not see its client leave. It goes on reading here, up to a bound that
@@ -59,6 +60,7 @@ class _Limited:
     transport: Any
     _reading: asyncio.TimerHandle | None = None
     _looking: asyncio.TimerHandle | None = None
+    _resumed = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -183,16 +185,20 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
             super().pause_writing()
             self._wait_for_reader()
 
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._resumed += 1
+
         def _wait_for_reader(self) -> None:
             """See [Note: readers]."""
             if self._looking is None and self.transport.get_write_buffer_size():
                 self._look_later(self._taken(), 1)
 
-        def _look_later(self, taken: tuple[int, int], looks: int) -> None:
+        def _look_later(self, taken: tuple[int, ...], looks: int) -> None:
             wait = write_s / _LOOKS
             self._looking = self.loop.call_later(wait, self._look, taken, looks)
 
-        def _look(self, before: tuple[int, int], looks: int) -> None:
+        def _look(self, before: tuple[int, ...], looks: int) -> None:
             self._looking = None
             if any(now > then for now, then in zip(self._taken(), before, strict=True)):
                 self._wait_for_reader()
@@ -201,9 +207,10 @@ def protocol(read_s: float, write_s: float, most: int) -> type[H11Protocol]:
             else:
                 self.transport.abort()
 
-        def _taken(self) -> tuple[int, int]:
-            made = self.transport.get_extra_info("socket")
-            return _acknowledged(made), -self.transport.get_write_buffer_size()
+        def _taken(self) -> tuple[int, ...]:
+            """Of these one grows as the client takes more."""
+            made, left = self.transport.get_extra_info("socket"), unsent([self])
+            return _acknowledged(made), self._resumed, -left
 
         def connection_lost(self, exc: Exception | None) -> None:
             silent.pop(self, None)

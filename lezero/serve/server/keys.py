@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import re
 import secrets
 import stat
@@ -96,12 +95,13 @@ def read_keys(path: str | None) -> Keys:
     keys = Keys(str(flag("LEZERO_API_KEYS")).split(","), "LEZERO_API_KEYS")
     if path is not None:
         try:
-            with Path(expand_home(path)).open("rb") as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise ConfigError(
-                        f"{path}: is no regular file, so that its keys could be read only once; "
-                        "write them to a file, or set LEZERO_API_KEYS to them, with commas between"
-                    )
+            where = Path(expand_home(path))
+            if not where.is_dir() and not stat.S_ISREG(where.stat().st_mode):
+                raise ConfigError(
+                    f"{path}: is no regular file, so that its keys could be read only once; write "
+                    "them to a file, or set LEZERO_API_KEYS to them, with commas between"
+                )
+            with where.open("rb") as file:
                 data = file.read(_LIMIT + 1)
             if len(data) > _LIMIT:
                 raise ConfigError(

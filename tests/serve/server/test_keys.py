@@ -74,6 +74,12 @@ def test_keys_from_a_pipe_are_refused_before_they_are_read() -> None:
     os.close(reading)
 
 
+def test_a_named_pipe_of_keys_that_nobody_writes_to_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "keys")
+    with pytest.raises(ConfigError, match="no regular file"):
+        read_keys(str(tmp_path / "keys"))
+
+
 def test_a_key_does_not_learn_what_others_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     (alice, one), (bob, two) = new_key("alice"), new_key("bob")
     again, three = new_key("alice")

@@ -132,6 +132,23 @@ def test_a_slow_reader_of_what_the_system_holds_is_not_dropped() -> None:
         assert got.count(b" 200 ") == times + 1
 
 
+def test_a_steady_reader_is_not_dropped_where_the_system_tells_nothing(monkeypatch: Any) -> None:
+    """As on macOS: what waits in the server then goes up and down."""
+    monkeypatch.setattr(connection, "_acknowledged", lambda _: 0)
+    with serving(small_llm(), write_s=0.5) as client:
+
+        async def parts(exchange: Exchange) -> None:
+            await exchange.begin_events()
+            for _ in range(len(BODY) // 20_000):
+                await exchange.send_events([BODY[:20_000]])
+            await exchange.end_events()
+
+        client.server.app._guarded["GET", "/long"] = parts
+        with asked(client) as made:
+            told = read_slowly(made, 2.0)
+        assert told.count(BODY[:20_000]) == len(BODY) // 20_000
+
+
 def test_who_read_one_answer_may_take_long_for_the_next() -> None:
     with serving(small_llm(), write_s=0.5) as client:
         with_long_answer(client)
