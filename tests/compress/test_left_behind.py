@@ -124,3 +124,35 @@ def test_a_layer_with_a_name_of_a_quantized_one_stays_as_it_is() -> None:
     lz.dequantize_(model)
     assert list(model.state_dict()) == keys
     assert (float(buffered.input_scale), named.x_bits) == (3.0, 4)
+
+
+def test_names_that_only_classes_have_are_kept_too() -> None:
+    """What a layer registers comes before what its class has, or after it."""
+    kind = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    hooked, sized, fit = nn.Linear(64, 64), kind(64, 64), nn.Linear(64, 64)
+    biased = nn.Embedding(64, 64)
+    hooked.register_buffer("W_q", torch.full((64,), 2.0))
+    hooked.register_forward_hook(lambda layer, _, y: y * layer.W_q)
+    sized.in_features = 3
+    biased.bias = nn.Parameter(torch.ones(64))
+    model = nn.Sequential(biased, hooked, sized, fit)
+    keys = list(model.state_dict())
+    lz.quantize_(model, lz.Int8Weight(), objective="size")
+    assert [type(layer).__name__ for layer in model] == [
+        *("Embedding", "Linear", "Conv1D"),
+        "QuantizedLinear",
+    ]
+    model(torch.zeros(1, dtype=torch.int64))
+    told = str(lz.quantization_report(model))
+    for name in ("Linear.weight beside its own W_q", "own in_features", "own bias"):
+        assert name in told
+    lz.dequantize_(model)
+    assert list(model.state_dict()) == keys
+    assert sized.in_features == 3
+
+
+def test_the_name_that_keeps_all_layers_back_is_told() -> None:
+    layer = nn.Linear(64, 64)
+    layer.give_back = 3
+    with pytest.raises(lz.ConfigError, match=r"quantized layers have too \('0' has give_back\)"):
+        lz.quantize_(nn.Sequential(layer), lz.Int8Weight(), objective="size")

@@ -154,6 +154,18 @@ def test_values_may_be_as_large_as_32_bits_hold(name: str) -> None:
     assert 3e38 < float(high) <= 3.4e38
 
 
+def test_kl_is_the_same_by_any_default_type() -> None:
+    x = 1e-9 * torch.randn(1, 50_000, generator=torch.Generator().manual_seed(0)).float()
+    observer = observers.get("kl")()
+    observer.observe(x)
+    wanted, before = observer.range(256), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        assert torch.equal(torch.stack(observer.range(256)), torch.stack(wanted))
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_values_of_one_sign_have_half_of_the_codes_of_a_linear_layer() -> None:
     made = torch.Generator().manual_seed(0)
     x, layer = torch.randn(400, 64, generator=made).relu() ** 2, torch.nn.Linear(64, 64)

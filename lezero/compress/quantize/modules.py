@@ -36,6 +36,7 @@ _FLOAT = {"_parameters": ("weight", "bias"), "_buffers": (), "_modules": ()}
 SCALES = ("input_scale", "input_zero")
 _QUANTIZED = {"_parameters": ("bias",), "_buffers": SCALES, "_modules": ("weight",)}
 _ATTRIBUTES = ("float_class", "had_bias", "trains", "x_bits", "x_block")
+_SIZES = ("in_features", "out_features")  # of a linear layer, which Conv1D lacks
 
 
 class QuantizedLayer(nn.Module):
@@ -90,7 +91,7 @@ class QuantizedLayer(nn.Module):
 
     def give_back(self, weight: nn.Parameter) -> None:
         """Becomes the float layer again, with `weight` (laid out as that class has it)."""
-        sizes = ("in_features", "out_features") if self.transposed else ()  # which Conv1D lacks
+        sizes = _SIZES if self.transposed else ()
         self.__class__ = self.float_class  # type: ignore[assignment]
         bias = {} if issubclass(self.float_class, nn.Embedding) else {"bias": self.bias}
         own = self.__dict__
@@ -107,11 +108,6 @@ class QuantizedLayer(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         return keeping_types(self, SCALES, lambda: super(QuantizedLayer, self)._apply(fn, recurse))
-
-
-def has_own_names(module: nn.Module) -> bool:
-    """Whether somebody registered on a float layer what a quantized one has under that name."""
-    return any(hasattr(module, name) for name in (*SCALES, *_ATTRIBUTES))
 
 
 def _others(module: nn.Module, kind: str, own: tuple[str, ...]) -> dict[str, Any]:
@@ -175,6 +171,17 @@ class QuantizedEmbedding(QuantizedLayer):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+def own_names(module: nn.Module) -> list[str]:
+    """What somebody registered on a float layer under names that a quantized one needs."""
+    names = {*SCALES, *_ATTRIBUTES}
+    for kind in (QuantizedLayer, QuantizedLinear, QuantizedEmbedding, QuantizedConv):
+        names |= {name for name in vars(kind) if not hasattr(nn.Module, name)}
+    names |= {"bias"} if isinstance(module, nn.Embedding) else set()
+    names |= set(_SIZES) if type(module).__name__ == "Conv1D" else set()
+    names -= {"transposed"} if isinstance(module, nn.Conv1d | nn.Conv2d) else set()  # torch's
+    return sorted(name for name in names if getattr(module, name, None) is not None)
 
 
 def even_padding(
@@ -271,5 +278,6 @@ __all__ = [
     "QuantizedWeight",
     "check_module",
     "check_names",
+    "own_names",
     "quantized_layers",
 ]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from lezero.compress.quantize.modules import even_padding, has_own_names
+from lezero.compress.quantize.modules import even_padding, own_names
 from lezero.compress.quantize.parts import at_once
 from lezero.compress.quantize.tensors import is_dense, kept_beside, overlaps
 from lezero.core.errors import ConfigError, NumericsError, OrderError
@@ -30,6 +30,7 @@ Kind = Literal["linear", "embedding", "conv"]
 Filter = Callable[[str, nn.Module], bool] | str | Sequence[str] | None
 _MOST_INPUTS = 1 << 16
 _SHOWN = 5
+_KINDS = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,9 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether nothing of it would be lost: not a bias that is computed (`torch.nn.utils.prune`) or
-    in a buffer, nor what somebody registered under a name that a quantized layer has."""
+    in a buffer, nor what `own_names` finds."""
     bias = getattr(module, "bias", None) is module._parameters.get("bias")
-    return bias and not has_own_names(module)
+    return bias and not own_names(module)
 
 
 def find_sites(model: nn.Module, filter: Filter) -> list[Site]:
@@ -178,19 +179,31 @@ def _nothing_fits(model: nn.Module, filter: Filter) -> ConfigError:
         + f"; the model's layers are {', '.join(found) or 'none'}, its weights "
         f"{_dtypes(model)}. What can be quantized is Linear, Embedding, Conv1D, and Conv1d and "
         "Conv2d padded with as many zeros at both ends, of weights in float32, bfloat16 or float16 "
-        "that nothing else holds, each value in memory of its own, and biases that are parameters"
+        "that nothing else holds, each value in memory of its own, biases that are parameters, and "
+        f"no attributes of their own that quantized layers have too{_named(model)}"
     )
 
 
+def _named(model: nn.Module) -> str:
+    """The first layer that has such attributes."""
+    for name, module in model.named_modules():
+        if isinstance(module, _KINDS) and (own := own_names(module)):
+            return f" ('{name}' has {', '.join(own)})"
+    return ""
+
+
 def left_over(model: nn.Module, sites: list[Site]) -> dict[str, int]:
-    """What no site holds: "Class.parameter" → weights, of parameters of two dims and more."""
+    """What no site holds: "Class.parameter" → weights, of parameters of two dims and more. Of a
+    layer that its own attributes keep back, these too."""
     held = {id(site.parameter) for site in sites}
     found: dict[str, int] = defaultdict(int)
     for module in model.modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.dim() > 1 and id(parameter) not in held:
                 held.add(id(parameter))
-                found[f"{type(module).__name__}.{key}"] += parameter.numel()
+                own = own_names(module) if key == "weight" else []
+                beside = f" beside its own {', '.join(own)}" if own else ""
+                found[f"{type(module).__name__}.{key}{beside}"] += parameter.numel()
     return dict(found)
 
 

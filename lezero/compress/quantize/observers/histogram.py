@@ -128,7 +128,8 @@ class KLDivergence(Histogram):
         if seen.counts_SB.sum() < _LEAST * BINS:
             return seen.width * BINS
         first = min(_codes(seen, max(seen.high, -seen.low)), BINS // 2)
-        long = torch.tensor([seen.high, -seen.low], device="cpu") > first * seen.width
+        sides = torch.tensor([seen.high, -seen.low], dtype=torch.float64, device="cpu")
+        long = sides > first * seen.width
         counts_B = seen.counts_SB[long].sum(0)
         counts_B[0] = counts_B[1]
         cuts = [bins * seen.width for bins in seen.candidates(first)]
