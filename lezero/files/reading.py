@@ -10,17 +10,19 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from lezero.core.errors import CapacityError, ConfigError, CorruptError, FileError
+from lezero.core.errors import CapacityError, ConfigError, CorruptError, FileError, LeZeroError
 from lezero.files import folder
 from lezero.files.generation import Generation, step_of, version
 from lezero.files.manifest import LIMIT, NAME, Manifest, Part
 from lezero.files.tensorfile import DTYPES, Form, empty_bytes, read_digested
 
+_TIMES = 10  # that a generation may be replaced as it is read
 _INLINE = 4 << 20  # less than this is read without threads
 
 Select = Callable[[str], bool]
@@ -53,44 +55,76 @@ def read_generation(
     select: Select | None = None,
     rows: Rows | None = None,
     threads: int | None = None,
+    look: Callable[[Generation], object] | None = None,
 ) -> Generation:
     """Reads and verifies a generation; `select` keeps only the tensors it says yes to.
 
+    All is of one: where another takes its place meanwhile, that is read, from its beginning. look:
+    is called with it before its tensors are read, each time it begins.
     With `rows`, of some tensors only these rows are read. Raises `ConfigError` for rows that are
     not there; `CorruptError`, naming file and tensor, at the first byte that is not what was
     written; `FileError` when the folder is missing or of another format; `CapacityError` when it
     does not fit in memory.
     """
     path = Path(path)
-    with ExitStack() as stack:
-        at = _open_folder(path, stack)
-        manifest = _manifest(path, at)
-        wanted: dict[str, _Piece] = {}
-        for name, entry in manifest.tensors.items():
-            if select is None or select(name):
-                target = entry.same_as or name
-                plain = manifest.tensors[target]
-                some = rows(name, plain.shape) if rows is not None else None
-                first, last = some or (0, plain.rows)
-                if not 0 <= first <= last <= plain.rows:
-                    raise ConfigError(
-                        f"rows: got {first} to {last} of '{name}', allowed are rows from 0 to "
-                        f"{plain.rows}, the first before the last"
-                    )
-                wanted[name] = _Piece(target, first, last)
-        pieces = list(dict.fromkeys(wanted.values()))
-        opened = _open_files(path, at, manifest, pieces, stack)
-        read = _read_all(path, manifest, pieces, opened, threads or _threads())
-    return Generation(
+    for left in reversed(range(_TIMES)):
+        with ExitStack() as stack:
+            at = _open_folder(path, stack)
+            try:
+                return _read(path, at, select, rows, threads or _threads(), look, stack)
+            except LeZeroError:
+                if not left or not _replaced(path, at):
+                    raise
+    raise AssertionError
+
+
+def _replaced(path: Path, at: int) -> bool:
+    """Whether another folder lies there than the one that is open."""
+    try:
+        return not os.path.samestat(os.stat(path), os.fstat(at))
+    except OSError:
+        return False
+
+
+def _read(
+    path: Path,
+    at: int,
+    select: Select | None,
+    rows: Rows | None,
+    threads: int,
+    look: Callable[[Generation], object] | None,
+    stack: ExitStack,
+) -> Generation:
+    manifest = _manifest(path, at)
+    known = Generation(
         path=path,
         step=manifest.step,
-        tensors={name: read[piece] for name, piece in wanted.items()},
+        tensors={},
         documents=dict(manifest.documents),
         created=manifest.created,
         writer=manifest.writer,
         forms={name: _form(manifest, name) for name in manifest.tensors},
         ties={name: e.same_as for name, e in manifest.tensors.items() if e.same_as},
     )
+    if look is not None:
+        look(known)
+    wanted: dict[str, _Piece] = {}
+    for name, entry in manifest.tensors.items():
+        if select is None or select(name):
+            target = entry.same_as or name
+            plain = manifest.tensors[target]
+            some = rows(name, plain.shape) if rows is not None else None
+            first, last = some or (0, plain.rows)
+            if not 0 <= first <= last <= plain.rows:
+                raise ConfigError(
+                    f"rows: got {first} to {last} of '{name}', allowed are rows from 0 to "
+                    f"{plain.rows}, the first before the last"
+                )
+            wanted[name] = _Piece(target, first, last)
+    pieces = list(dict.fromkeys(wanted.values()))
+    opened = _open_files(path, at, manifest, pieces, stack)
+    read = _read_all(path, manifest, pieces, opened, threads)
+    return replace(known, tensors={name: read[piece] for name, piece in wanted.items()})
 
 
 def read_documents(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -86,7 +87,8 @@ def compress(config: CompressConfig) -> Compressed:
         before, after = report.quality_before, report.quality_after
         assert before is not None
         assert after is not None
-        saved = save_quantized(model, config.out, tokenizer_folder=tokenizer, layout=config.layout)
+        out = _free(Path(config.out))
+        saved = save_quantized(model, out, tokenizer_folder=tokenizer, layout=config.layout)
         return Compressed(saved, report, before, after)
 
 
@@ -164,6 +166,17 @@ def _check_out(config: CompressConfig) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         what = "cannot be written to" if there.is_dir() else "is a file"
         raise FileError(f"out: {out}: {there} {what}; name another folder")
+
+
+def _free(out: Path) -> Path:
+    """`out`, or where something was written to it meanwhile, a name beside it."""
+    names = itertools.chain(
+        [out], map(out.with_name, (f"{out.name}-{n}" for n in itertools.count(2)))
+    )
+    free = next(x for x in names if not x.exists() or (x.is_dir() and not contents(x)))
+    if free != out:
+        say(f"{out} was written to meanwhile; this model goes to {free}")
+    return free
 
 
 def _rows(

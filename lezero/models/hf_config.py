@@ -115,8 +115,8 @@ def unread(quantization_config: Any) -> str:
         )
     if (method := said.get("quant_method")) not in _READ:
         return (
-            f"quant_method {str(method)[:40]!r} is not read; read are 'gptq' and 'awq': take one "
-            "of these, or the float model and lz.quantize_"
+            f"the weights are quantized, and quant_method {str(method)[:40]!r} is not read; read "
+            "are 'gptq' and 'awq': take one of these, or the float model and lz.quantize_"
         )
     return ""
 

@@ -32,7 +32,8 @@ EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
+    *("sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json"),
 )
 
 

@@ -251,3 +251,15 @@ def test_a_description_that_was_left_beside_float_weights_is_named(tmp_path: Pat
     (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 4, "group_size": 32}))
     with pytest.raises(lz.FileError, match=r"quantize_config\.json says.*move quantize_config"):
         open_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "spiece.model", "sentencepiece.bpe.model"])
+def test_every_file_of_a_tokenizer_goes_along(name: str, tmp_path: Path) -> None:
+    """Without its words a tokenizer opens all the same, and takes each for an unknown one."""
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer/tokenizer_config.json").write_text("{}")
+    (tmp_path / "tokenizer" / name).write_text("[PAD]\n[UNK]\nhello\n")
+    model = lz.quantize_(small(), lz.Int8Weight(), objective="size")
+    for _ in range(2):
+        save_quantized(model, tmp_path / "out", tokenizer_folder=tmp_path / "tokenizer")
+        assert (tmp_path / "out" / name).read_text() == "[PAD]\n[UNK]\nhello\n"

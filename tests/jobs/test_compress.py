@@ -18,7 +18,7 @@ import lezero as lz
 from lezero.cli.main import main
 from lezero.data.store import TokenRows
 from lezero.data.tokenizer import bytes_tokenizer
-from lezero.jobs.compress import _full, _rows, compress
+from lezero.jobs.compress import _free, _full, _rows, compress
 from lezero.jobs.compress_config import CompressConfig
 from lezero.jobs.perplexity import perplexity
 from lezero.models import Transformer, TransformerConfig, load_hf, save_hf
@@ -356,3 +356,14 @@ def test_what_is_wrong_beside_the_tokenizer_is_told_before_the_work(
     made = settings(place, tmp_path, model=str(tmp_path / "model"))
     with pytest.raises(lz.FileError, match="generation_config"):
         compress(CompressConfig.parse(made))
+
+
+def test_a_folder_that_was_written_to_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert _free(out) == out
+    out.mkdir()
+    assert _free(out) == out
+    for number in (2, 3):
+        (_free(out) / "model").parent.mkdir(exist_ok=True)
+        (_free(out) / "model").write_text("of another run")
+        assert _free(out) == tmp_path / f"out-{number}"

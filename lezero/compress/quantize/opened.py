@@ -76,13 +76,12 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
     if not _has_manifest(root):
         return import_quantized(root, model)
     _check_described(root)
-    known = read_generation(root, select=lambda name: False)
-    layers = _layers(known, root)
-    if model is None:
-        model = _build(known, root)
-    biased = _expect(model, layers, known, root)
-    wanted = {PREFIX + name for name in _stored(known)}
-    tensors = read_generation(root, select=wanted.__contains__).tensors
+    found = _Found(root, model)
+    tensors = read_generation(
+        root, select=lambda name: name.startswith(PREFIX), look=found.look
+    ).tensors
+    model, layers, biased = found.model, found.layers, found.biased
+    assert model is not None
     _check_values(layers, tensors, model, root)
     device = _device(model)
     state = {name.removeprefix(PREFIX): x for name, x in tensors.items()}
@@ -94,6 +93,21 @@ def load_quantized(folder: str | os.PathLike[str], model: nn.Module | None = Non
     if isinstance(model, Transformer):
         model.rope.ready(1, torch.device("cpu"))
     return model.eval()
+
+
+class _Found:
+    """What a folder's manifest says, checked against `given` before its tensors are read."""
+
+    layers: dict[str, dict[str, Any]]
+    biased: list[_Bias]
+
+    def __init__(self, root: Path, given: nn.Module | None) -> None:
+        self.root, self.given, self.model = root, given, given
+
+    def look(self, known: Generation) -> None:
+        self.layers = _layers(known, self.root)
+        self.model = _build(known, self.root) if self.given is None else self.given
+        self.biased = _expect(self.model, self.layers, known, self.root)
 
 
 def _has_manifest(root: Path) -> bool:

@@ -23,6 +23,7 @@ from lezero.compress.quantize.tensors import is_dense, raw
 from lezero.core.errors import CapacityError
 from lezero.core.facts import cache_folder
 from lezero.files.folder import aside
+from lezero.report import units
 
 
 class Spill:
@@ -55,8 +56,8 @@ class Spill:
         free = shutil.disk_usage(self._folder).free
         if size > free:
             raise CapacityError(
-                f"{what} needs {size / 2**30:.2f} GiB of disk under {cache_folder()}, which has "
-                f"{free / 2**30:.2f}; make room, or set LEZERO_CACHE to a folder on another disk"
+                f"{what} needs {units.size(size)} of disk under {cache_folder()}, which has "
+                f"{units.size(free)}; make room, or set LEZERO_CACHE to a folder on another disk"
             )
 
     def __contains__(self, key: Hashable) -> bool:
