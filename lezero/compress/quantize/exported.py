@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -42,7 +41,7 @@ from lezero.ops.quantize import Grid
 
 _LOG = logger("compress")
 _HEAD = "lm_head"
-_MARK = {"written_by": "lz.save_quantized"}  # in the head of the weights' file
+WRITER = {"written_by": "lz.save_quantized"}  # in config.json
 _SHOWN = 5
 _BIASES = (
     "gives biases to layers that have none in this architecture, which readers of the folder would "
@@ -103,21 +102,12 @@ def export_compressed_tensors(
     return write_hf(
         model.actual_config,
         folder,
-        lambda aside: save_file(tensors, aside / SINGLE, metadata={"format": "pt", **_MARK}),
+        lambda aside: save_file(tensors, aside / SINGLE, metadata={"format": "pt"}),
         str(dtype).removeprefix("torch."),
         tokenizer_folder,
-        {"quantization_config": _config(groups, _left(model, set(layers)))},
+        {"quantization_config": _config(groups, _left(model, set(layers))), **WRITER},
         gone,
     )
-
-
-def is_exported(folder: Path) -> bool:
-    """Whether the weights in a folder are of this layout and from here."""
-    try:
-        with safe_open(folder / SINGLE, "pt") as file:
-            return _MARK.items() <= (file.metadata() or {}).items()
-    except (OSError, SafetensorError):
-        return False
 
 
 def why_not_exported(scheme: Scheme) -> str:

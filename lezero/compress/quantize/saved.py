@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lezero.compress.quantize.exported import export_compressed_tensors, is_exported
+from lezero.compress.quantize.exported import WRITER, export_compressed_tensors
 from lezero.compress.quantize.forms import several, unsound
 from lezero.compress.quantize.layout import (
     DOCUMENT,
@@ -181,7 +181,7 @@ def _layout_of(root: Path) -> str | None:
         return None
     about = said.get("quantization_config")
     method = about.get("quant_method") if isinstance(about, dict) else None
-    ours = method == "compressed-tensors" and (UNFINISHED in said or is_exported(root))
+    ours = method == "compressed-tensors" and (UNFINISHED in said or WRITER.items() <= said.items())
     return method if ours else None
 
 

@@ -196,6 +196,7 @@ def started(folder: Path, *before: str) -> tuple[subprocess.Popen[str], list[str
     return process, lines, re.findall(r"http://\S+:\d+", lines[-1])[0]
 
 
+@pytest.mark.usefixtures("not_under_nohup")
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
 def test_the_command_serves_and_ends_with_status_0(tmp_path: Path, ending: int) -> None:
     process, lines, url = started(tmp_path)
