@@ -18,6 +18,12 @@ END_ID = "eos_token_id"
 ROWS = "lezero_vocab_size"
 """In tokenizer_config.json: how many tokens the model has, where settings declare more and no
 config.json beside it says so."""
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
+    *("sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json"),
+)
+"""What a tokenizer of transformers is made of, and what goes along with it."""
 GENERATION = "generation_config.json"
 MODEL = ("config.json", GENERATION)
 """What is read of the model beside a tokenizer: its size, and how its texts end."""

@@ -26,6 +26,7 @@ from lezero.data.special import (
     EOS,
     ROWS,
     SETTINGS,
+    TOKENIZER_FILES,
     all_settings,
     both_settings,
     end_of_model,
@@ -38,10 +39,6 @@ from lezero.files.folder import make_folder, write_file
 _PIECE = 1 << 20
 _TRAINED_ON = 1 << 28
 _LIMIT = 256 << 20
-_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "chat_template.jinja"),
-)
 _OF_TOKENIZERS = ("*token*", "*vocab*", "*merges*", "*.model", "*.tiktoken")
 
 
@@ -273,7 +270,7 @@ def tokenizer_files(place: Path) -> list[Path]:
     """
     folder = place if place.is_dir() else place.parent
     own = place.is_dir() or place.name == "tokenizer.json"
-    found = [folder / name for name in (_FILES if own else SETTINGS)]
+    found = [folder / name for name in (TOKENIZER_FILES if own else SETTINGS)]
     return [path for path in found if path.is_file()]
 
 

@@ -21,7 +21,13 @@ from torch import Tensor
 
 from lezero.core.errors import CorruptError, FileError
 from lezero.core.paths import expand_home
-from lezero.data.special import CHOOSING, GENERATION, read_object, stop_tokens
+from lezero.data.special import (
+    CHOOSING,
+    GENERATION,
+    TOKENIZER_FILES,
+    read_object,
+    stop_tokens,
+)
 from lezero.models.config import TransformerConfig
 from lezero.models.hf_config import from_hf
 from lezero.models.transformer import Transformer
@@ -30,11 +36,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
-    *("sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json"),
-)
 
 
 def read_config(folder: str | os.PathLike[str]) -> TransformerConfig:
@@ -242,9 +243,9 @@ def tokenizer_files(folder: str | os.PathLike[str] | None) -> list[Path]:
     if folder is None:
         return []
     root = Path(expand_home(folder))
-    found = [root / name for name in _TOKENIZER_FILES if (root / name).is_file()]
+    found = [root / name for name in TOKENIZER_FILES if (root / name).is_file()]
     if not found:
-        raise FileError(f"{folder}: holds no tokenizer (none of {', '.join(_TOKENIZER_FILES[:2])})")
+        raise FileError(f"{folder}: holds no tokenizer (none of {', '.join(TOKENIZER_FILES[:2])})")
     return [*found, *(path for path in [root / GENERATION] if path.is_file())]
 
 
@@ -265,9 +266,9 @@ def token_entries(folder: Path) -> dict[str, Any]:
 
 def _named_ids(folder: Path) -> dict[str, Any]:
     """Ids of the tokenizer's begin, end and padding tokens, where it names any."""
-    if not all((folder / name).is_file() for name in _TOKENIZER_FILES[:2]):
+    if not all((folder / name).is_file() for name in TOKENIZER_FILES[:2]):
         return {}
-    tokenizer, settings = (read_json(folder / name) for name in _TOKENIZER_FILES[:2])
+    tokenizer, settings = (read_json(folder / name) for name in TOKENIZER_FILES[:2])
     added = {
         item["content"]: item.get("id")
         for item in tokenizer.get("added_tokens") or []

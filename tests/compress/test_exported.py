@@ -292,8 +292,11 @@ def test_an_export_is_replaced_whole(tmp_path: Path) -> None:
     assert (first / "tokenizer.json").is_file()
     save_quantized(quantized(lz.Int8Weight()), first, layout="compressed-tensors")
     assert {path.name for path in first.iterdir()} == {"config.json", "model.safetensors"}
+    (first / "1_Pooling").mkdir()
+    (first / "1_Pooling/config.json").write_text("{}")
+    (first / "modules.json").write_text('[{"path": "1_Pooling", "type": "a.Pooling"}]')
     (first / "notes.md").write_text("which of them was best")
-    with pytest.raises(lz.FileError, match=r"other files \(notes\.md\)"):
+    with pytest.raises(lz.FileError, match=r"other files \(1_Pooling, modules\.json, notes\.md\)"):
         save_quantized(quantized(lz.Int8Weight()), first, layout="compressed-tensors")
 
 

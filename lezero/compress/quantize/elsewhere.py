@@ -40,10 +40,10 @@ def unreadable(schemes: Mapping[str, Any], inputs: Mapping[str, int]) -> Iterato
     yield from _joined(schemes)
     if any(x["weights"]["num_bits"] == 4 and x["input_activations"] for x in quantized.values()):
         yield _INT4_INPUTS
+    lacking: dict[str, str] = {}
     for name, scheme in quantized.items():
-        if why := _no_kernel(scheme, inputs[name]):
-            yield f"vLLM has no kernel for '{name}': {why}"
-            break
+        lacking.setdefault(_no_kernel(scheme, inputs[name]), name)
+    yield from (f"vLLM has no kernel for '{name}': {why}" for why, name in lacking.items() if why)
 
 
 def _joined(schemes: Mapping[str, Any]) -> Iterator[str]:

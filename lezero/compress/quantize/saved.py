@@ -143,12 +143,13 @@ def _check_target(root: Path, layout: str) -> set[str]:
     if found != layout:
         what = "other files" if found is None else f"a model in the layout '{found}'"
         raise FileError(f"{root}: holds {what}; name a new folder")
-    ours, weights = {MANIFEST, "config.json", "decisions.json"}, "tensors-*.safetensors"
-    if layout == "compressed-tensors":
+    if layout == "lezero":
+        ours, weights = {MANIFEST, "config.json", "decisions.json"}, "tensors-*.safetensors"
+        ours |= _sentence_names(root)
+    else:
         ours, weights = {"config.json"}, SINGLE
     with suppress(FileError):
         ours |= {path.name for path in tokenizer_files(root)}
-    ours |= _sentence_names(root)
     strange = sorted(x for x in there - ours if not fnmatchcase(x, weights))
     if strange:
         raise FileError(
@@ -172,7 +173,7 @@ def _sentence_names(root: Path) -> set[str]:
 
 
 def _layout_of(root: Path) -> str | None:
-    """Of what layout the quantized model in a folder is; None where there is none."""
+    """In what layout the quantized model in a folder is that this wrote; None where none is."""
     try:
         if (root / MANIFEST).is_file():
             return "lezero" if DOCUMENT in read_documents(root) else None
